@@ -58,7 +58,7 @@ WORKS = {
     "rl-policy[lora]": "import peft; from rl_policy.backends import load; load('dtensor')",
     **{
         f"rl-policy[{name}]": "from rl_policy.backends import load_engine\n"
-        "from rl_policy.generation.vllm.engine import require_vllm\n"
+        "from rl_policy.generation.vllm.engine.environment import require_vllm\n"
         "load_engine('vllm'); require_vllm()"
         for name in ("vllm", "all")
     },
@@ -82,7 +82,7 @@ REFUSALS = {
             for name in ("dtensor", "megatron")
         ),
         (
-            "from rl_policy.generation.vllm.engine import require_vllm; require_vllm()",
+            "from rl_policy.generation.vllm.engine.environment import require_vllm; require_vllm()",
             'pip install "rl-policy[vllm]"',
         ),
     ],

@@ -185,3 +185,20 @@ def test_the_flash_kernel_for_packed_sequences_gives_that_of_each_alone(window, 
     ):
         scale = float(wanted.float().abs().max())
         torch.testing.assert_close(found.float(), wanted.float(), rtol=0, atol=2e-2 * scale)
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("window", [None, 2])
+def test_a_sink_is_one_more_score_whose_value_is_zero(window, scale):
+    query, key, value = states(4, 2, 3, 5)
+    sinks = torch.tensor([0.5, -1.0, 3.0, 0.0], dtype=torch.float64)
+    distance = torch.arange(2, 5)[:, None] - torch.arange(5)
+    mask = (distance >= 0) & (distance < (window or 9))
+    scores = query @ key.repeat_interleave(2, 1).mT * (8**-0.5 if scale is None else scale)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    scores = torch.cat([scores, sinks[:, None, None].expand(2, 4, 3, 1)], -1)
+    expected = scores.softmax(-1)[..., :-1] @ value.repeat_interleave(2, 1)
+    # Without a window causal attention needs no mask.
+    given = None if window is None else mask
+    found = attend(query, key, value, given, scale=scale, sinks=sinks)
+    torch.testing.assert_close(found, expected, **TOLERANCE)

@@ -37,6 +37,9 @@ CASES = {
     "tp2_pp2": ("tp2_pp2", "bfloat16", None, "llama"),
     "dp2_tp2": ("dp2_tp2", "bfloat16", None, "llama"),
     "ep2": ("ep2", "bfloat16", None, "qwen3_moe"),
+    # Sinks and biases of experts; linear attention over gathered sequences.
+    "dp2_sinks": ("dp2", "bfloat16", None, "gpt_oss"),
+    "cp2_linear": ("cp2", "bfloat16", _PACKED, "qwen3_next"),
 }
 
 

@@ -57,7 +57,7 @@ def in_memory(state, name):
     """Return what a model of transformers has of a tensor that a file has; experts are fused."""
     for in_files, ours in _OF_MIXTRAL.items():
         name = name.replace(in_files, ours)
-    if ".experts." not in name:
+    if name in state:
         return state[name]
     layer, _, rest = name.partition(".experts.")
     expert, projection, _ = rest.split(".")

@@ -282,6 +282,16 @@ def test_what_does_not_fit_the_model_is_refused_before_a_rank_starts(tmp_path, s
         MegatronPolicyWorker.validate_config(given, world_size=4)
 
 
+def test_key_heads_of_linear_attention_that_ranks_do_not_divide_are_refused(tmp_path):
+    # Of its attention there are four groups of queries.
+    model = build_tiny(tmp_path, "qwen3_next", num_key_value_heads=4, num_hidden_layers=2)
+    sizes = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
+    given = config(**sizes) | {"model_name": model}
+    named = r"tensor_model_parallel_size=4 does not divide the model's 2 linear key heads"
+    with pytest.raises(ValueError, match=named):
+        MegatronPolicyWorker.validate_config(given, world_size=4)
+
+
 def test_a_global_batch_that_ranks_do_not_divide_is_refused(tmp_path):
     given = config(tensor_model_parallel_size=2) | {
         "model_name": build_tiny(tmp_path, "qwen3"),

@@ -72,12 +72,17 @@ def test_shards_of_all_ranks_join_bit_for_bit(checkpoint, size):
     for mapping in mappings:
         if mapping.is_copy:
             continue
-        into = {name: torch.full(shape, torch.nan) for name, shape in mapping.sources.items()}
+        # Experts that one tensor stacks are filled in one by one.
+        into = {
+            name: joined.get(name, torch.full(shape, torch.nan))
+            for name, shape in mapping.sources.items()
+        }
         for rank in range(size):
             shard = shard_of(mapping, tensors, rank=rank, size=size)
             assert not shard.isnan().any()
             mapping.unshard(shard, into, rank=rank, size=size)
-        assert not joined.keys() & into.keys()
+        if mapping.expert is None:
+            assert not joined.keys() & into.keys()
         joined |= into
     assert joined.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -112,6 +117,8 @@ def test_attention_of_a_shard_is_that_of_its_heads(checkpoint, size):
     architecture, mappings = mappings_of(checkpoint)
     if architecture.transformer.get("multi_latent_attention"):
         pytest.skip("latent attention has no fused projection")
+    if architecture.transformer.get("attention_output_gate"):
+        pytest.skip("gates are between its queries: test_gates_follow_the_queries_of_a_group")
     tensors = load_file(f"{checkpoint}/model.safetensors")
     (mapping,) = [
         m for m in mappings if m.names[0].endswith("layers.2.self_attention.linear_qkv.weight")
@@ -125,6 +132,45 @@ def test_attention_of_a_shard_is_that_of_its_heads(checkpoint, size):
         for group, rows in enumerate(shard.unflatten(0, (2 // size, 4, -1)), rank * 2 // size):
             expected = (q[2 * group], q[2 * group + 1], k[group], v[group])
             assert torch.equal(rows, torch.stack(expected))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_gates_follow_the_queries_of_a_group(tmp_path, size):
+    path = build_tiny(tmp_path, "qwen3_next")
+    _, mappings = mappings_of(path)
+    tensors = load_file(f"{path}/model.safetensors")
+    (mapping,) = [m for m in mappings if m.names[0].endswith("1.self_attention.linear_qkv.weight")]
+    gated, key, value = (
+        tensors[f"model.layers.1.self_attn.{name}_proj.weight"].unflatten(0, (-1, 16))
+        for name in ("q", "k", "v")
+    )
+    q, gate = gated[::2], gated[1::2]
+    expected = [(q[:2], gate[:2], key[:1], value[:1]), (q[2:], gate[2:], key[1:], value[1:])]
+    for rank in range(size):
+        shard = shard_of(mapping, tensors, rank=rank, size=size).unflatten(0, (2 // size, 6, 16))
+        for group, rows in enumerate(shard, rank * 2 // size):
+            assert torch.equal(rows, torch.cat(expected[group]))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_stacked_experts_are_transposed_and_have_gates_before_what_they_multiply(tmp_path, size):
+    path = build_tiny(tmp_path, "gpt_oss")
+    _, mappings = mappings_of(path)
+    tensors = load_file(f"{path}/model.safetensors")
+    of_expert = [m for m in mappings if "layers.1.mlp.experts.local_experts.2." in m.names[0]]
+    first, bias, last, _ = of_expert
+    stacked = tensors["model.layers.1.mlp.experts.gate_up_proj"][2]
+    half = 48 // size
+    for rank in range(size):
+        units = slice(rank * half, (rank + 1) * half)
+        gate, up = stacked.T[::2][units], stacked.T[1::2][units]
+        own = shard_of(first, tensors, rank=rank, size=size)
+        assert torch.equal(own, torch.cat([gate, up]))
+        biases = tensors["model.layers.1.mlp.experts.gate_up_proj_bias"][2]
+        own = shard_of(bias, tensors, rank=rank, size=size)
+        assert torch.equal(own, torch.cat([biases[::2][units], biases[1::2][units]]))
+        down = tensors["model.layers.1.mlp.experts.down_proj"][2]
+        assert torch.equal(shard_of(last, tensors, rank=rank, size=size), down[units].T)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -223,6 +269,7 @@ def by_kind(*, full=DEFAULT_ROPE, window=DEFAULT_ROPE):
     return {"full_attention": full, "sliding_attention": window}
 
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 WINDOW = {"use_sliding_window": True, "sliding_window": 8}
 REFUSED = [
     ("llama", {"attention_bias": True}, "attention_bias=True"),
@@ -254,13 +301,19 @@ REFUSED = [
     ("olmo3", {"rope_parameters": by_kind(window=YARN)}, "rope_type='yarn' in its windows"),
     (
         "olmo3",
-        {"rope_parameters": by_kind(full=DEFAULT_ROPE | {"rope_type": "dynamic", "factor": 2.0})},
+        {"rope_parameters": by_kind(full=DEFAULT_ROPE | DYNAMIC)},
         "rope_type='dynamic'",
     ),
     ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob=False"),
+    ("gpt_oss", {"attention_bias": False}, "attention_bias=False"),
+    ("gpt_oss", {"num_experts_per_tok": 1}, "num_experts_per_tok=1"),
+    ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config="),
+    ("gpt_oss", {"rope_parameters": DEFAULT_ROPE | DYNAMIC}, "rope_type='dynamic'"),
     ("glm4_moe", {"num_experts_per_tok": 1}, "norm_topk_prob=True"),
     ("glm4", {"rope_parameters": LLAMA3 | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     ("qwen3", {"layer_types": ["chunked_attention"] * 4}, "'chunked_attention' among its"),
+    ("qwen3_next", {"attention_bias": True}, "attention_bias=True"),
+    ("qwen3_next", {"layer_types": ["sliding_attention"] * 4}, "'sliding_attention' among its"),
     ("qwen2", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
 ]
 

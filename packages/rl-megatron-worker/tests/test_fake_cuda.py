@@ -19,7 +19,7 @@ from rl_interfaces.testing.fake_cuda import (
 _TESTS = Path(__file__).parent
 _LIMITS = read_limits(_TESTS / "fake_cuda_limits.toml")
 _FAST = ["dp2_packed"]
-_SLOW = ["dp2_experts", "tp2_sp", "pp2_virtual", "cp2_packed", "ep2"]
+_SLOW = ["dp2_experts", "tp2_sp", "pp2_virtual", "cp2_packed", "ep2", "dp2_sinks", "cp2_linear"]
 _AT_A_TIME = 5  # in one process, well within the limit of a test
 # Of a `train` call, whatever its size: the ranks' rows, the losses' counts, and the results.
 _READS_PER_CALL = 3
@@ -31,6 +31,7 @@ _MORE_WAITS_OF_MOVES = {"dp2_fp16": 10}
 # Their waits are held by the list alone. Stages exchange the shape of every micro-batch. Without
 # Transformer Engine an MoE layer asks how many tokens go to each expert.
 _WITHOUT_AIM = {"pp2", "pp2_unlike", "pp2_virtual", "tp2_pp2", "dp2_experts", "ep2"}
+_WITHOUT_AIM |= {"dp2_sinks", "cp2_linear"}
 
 pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 

@@ -36,6 +36,8 @@ CASES = [("qwen3", layout) for layout in LAYOUTS] + [("qwen2", "tp2_pp2")]
 CASES += [("deepseek_v3", "tp2_sp"), ("glm4", "one")]
 # Capped scores and logits; rotary embeddings of layers with windows.
 CASES += [("gemma2", "tp2_sp"), ("gemma3_text", "one"), ("olmo3", "tp2_sp")]
+# Sinks in the cache; linear attention, whose cache is a state, and full sequences without a cache.
+CASES += [("gpt_oss", "tp2_sp"), ("qwen3_next", "tp2_sp"), ("qwen3_next", "cp2")]
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +51,12 @@ def models(tmp_path_factory):
             ("gemma2", 2, {}),
             ("gemma3_text", 2, {}),
             ("glm4", 2, {}),
+            ("gpt_oss", 2, {}),
             ("olmo3", 2, {}),
             ("qwen2", 2, {}),
             ("qwen3", 2, WINDOWS),
             ("qwen3", 4, WINDOWS),
+            ("qwen3_next", 2, {}),
         ]
     }
 

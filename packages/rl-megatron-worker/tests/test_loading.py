@@ -79,6 +79,10 @@ VARIANTS |= {
     "glm4_moe, one group": ("glm4_moe", {"n_group": 1, "topk_group": 1, "use_qk_norm": False}),
     "glm4_moe, one expert": ("glm4_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}),
     "glm4_moe, all dense": ("glm4_moe", {"first_k_dense_replace": 4}),
+    "gpt_oss, not scaled": (
+        "gpt_oss",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
     "olmo3, yarn": (
         "olmo3",
         {
@@ -96,6 +100,8 @@ VARIANTS |= {
     "qwen2_moe, some dense": ("qwen2_moe", {"decoder_sparse_step": 2, "norm_topk_prob": True}),
     "qwen3_moe, as they are": ("qwen3_moe", {"norm_topk_prob": False}),
     "qwen3_moe, one expert": ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 1}),
+    "qwen3_next, some dense": ("qwen3_next", {"mlp_only_layers": [0, 1]}),
+    "qwen3_next, all dense": ("qwen3_next", {"num_experts": 0, "linear_conv_kernel_dim": 2}),
     "qwen3_moe, some dense": ("qwen3_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [3]}),
 }
 
@@ -189,6 +195,18 @@ def test_layers_that_predict_further_tokens_are_left_out(pools, tmp_path, count)
         assert errors == [None, None]
     else:
         assert all("first ['model.layers.2.eh_proj.weight']" in error for error in errors)
+
+
+@pytest.mark.parametrize(("kind", "is_left_out"), [("qwen3_next", True), ("qwen3_moe", False)])
+def test_layers_that_predict_further_tokens_may_be_apart(pools, tmp_path, kind, is_left_out):
+    path = build_tiny(tmp_path, kind, num_hidden_layers=2)
+
+    def add_a_layer(tensors):
+        tensors["mtp.fc.weight"] = torch.ones(32, 64)
+
+    edit_tensors(path, add_a_layer)
+    (error,) = pools(1).run(convert_ranks.load_that_fails, path=path, layout={})
+    assert error is None if is_left_out else "first ['mtp.fc.weight']" in error
 
 
 def test_a_tied_output_in_the_files_has_to_be_the_embedding(pools, tmp_path):

@@ -30,8 +30,11 @@ MODELS = {
     # Of its layers all but the first have windows.
     "qwen3": {"kind": "qwen3", "sliding_window": 4, **LATER_LAYERS},
     "qwen3_moe": {"kind": "qwen3_moe"},
+    "gpt_oss": {"kind": "gpt_oss"},
     "mixtral": {"kind": "mixtral", "sliding_window": 4},
-    "deepseek_v2": {"kind": "deepseek_v2"},
+    # With seed 0 a norm of plain float32 is 1.1e-6 off from float64, half of what is allowed here;
+    # with this one 4e-7.
+    "deepseek_v2": {"kind": "deepseek_v2", "seed": 2},
     "deepseek_v3": {"kind": "deepseek_v3"},
     # Without experts, for tensor parallelism without sequence parallelism.
     "deepseek_dense": {"kind": "deepseek_v3", "first_k_dense_replace": 4},
@@ -44,6 +47,7 @@ MODELS = {
     "glm4_moe": {"kind": "glm4_moe", "seed": 1},
     "olmo2": {"kind": "olmo2"},
     "olmo3": {"kind": "olmo3"},
+    "qwen3_next": {"kind": "qwen3_next"},
     # With seed 0 one gradient nearly vanishes, where Adam's direction is that of rounding.
     "qwen2_moe": {"kind": "qwen2_moe", "seed": 1},
 }

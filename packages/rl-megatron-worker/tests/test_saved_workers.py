@@ -17,9 +17,11 @@ GOING_ON_TOLERANCE = 1e-6
 # Families with modules that Megatron-core does not know, and biases of routers.
 OWN_MODULES = {
     "deepseek_v3": {},
+    "gpt_oss": {},
     "olmo2": {},
     # Where a key is not rotated its bias has no gradient, and Adam's direction is that of rounding.
     "glm4": {"attention_bias": False},
+    "qwen3_next": {},
 }
 
 

@@ -10,6 +10,7 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -20,6 +21,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 # No multiple of 4, nor of 8: tensor parallelism has to complete it.
@@ -88,6 +90,24 @@ KINDS = {
         Glm4MoeConfig,
         {**_WIDE_HEADS, **_EXPERTS_AFTER_DENSE, "attention_bias": True, "use_qk_norm": True},
     ),
+    "gpt_oss": (
+        GptOssConfig,
+        {
+            **_WIDE_HEADS,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 4,
+            # Reached by some gates and some of what they multiply.
+            "swiglu_limit": 0.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8,
+                "truncate": False,
+            },
+        },
+    ),
     "llama": (LlamaConfig, {}),
     "mistral": (MistralConfig, {**_WIDE_HEADS, "sliding_window": None}),
     "mixtral": (
@@ -103,8 +123,33 @@ KINDS = {
     "qwen2_moe": (Qwen2MoeConfig, {**_EXPERTS, "shared_expert_intermediate_size": 40}),
     "qwen3": (Qwen3Config, _WIDE_HEADS),
     "qwen3_moe": (Qwen3MoeConfig, {**_WIDE_HEADS, **_EXPERTS, "norm_topk_prob": True}),
+    "qwen3_next": (
+        Qwen3NextConfig,
+        {
+            **_WIDE_HEADS,
+            **_EXPERTS,
+            "shared_expert_intermediate_size": 40,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            # With 1e-5 four layers multiply rounding: in transformers itself, chunks of 8 tokens
+            # in place of 64 change the norm of later gradients by 1e-3. With this, by 1e-6.
+            "rms_norm_eps": 1e-2,
+        },
+    ),
 }
-WITH_EXPERTS = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe")
+WITH_EXPERTS = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+)
 
 
 def tiny_config(kind, *, tied=False, **settings):
@@ -122,8 +167,9 @@ def build_tiny(path, kind, *, tied=False, seed=0, dtype=torch.float32, **setting
     model = AutoModelForCausalLM.from_config(tiny_config(kind, tied=tied, **settings))
     biases = [each for each in model.named_buffers() if each[0].endswith("correction_bias")]
     for name, parameter in (*model.named_parameters(), *biases):
-        # Gemma's norms add 1 themselves.
-        mean = 1.0 if "norm" in name and not kind.startswith("gemma") else 0.0
+        # These norms add 1 themselves; that of linear attention does not.
+        adds_one = kind.startswith(("gemma", "qwen3_next")) and "linear_attn" not in name
+        mean = 1.0 if "norm" in name and not adds_one else 0.0
         torch.nn.init.normal_(parameter, mean=mean, std=0.15)
     model.to(dtype).save_pretrained(path)
     build_tokenizer().save_pretrained(path)

@@ -46,7 +46,7 @@ def start_run(inputs, directory):
         else:
             shape.save_pretrained(model)
     batch = batch_of(inputs)
-    for policy in recipe.policies(config):
+    for policy in recipe.policies(config).values():
         settings = {**policy, "model_name": model}
         layout = worker_class.validate_config(
             settings, world_size=cluster.world_size(), init_optimizer=True

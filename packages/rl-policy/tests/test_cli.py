@@ -15,7 +15,7 @@ from rl_policy import cli as rl_policy_cli
 from rl_policy.cli import build_app
 from rl_policy.config import load_run_config, parse_run_config
 from rl_policy.data.tiny_model import build_tiny_model, tiny_model_config
-from rl_policy.ray.worker_group import to_exception
+from rl_policy.ray.failures import to_exception
 from typer.testing import CliRunner
 
 pytestmark = [pytest.mark.usefixtures("ray_apart"), pytest.mark.needs("rl-policy[dtensor]")]

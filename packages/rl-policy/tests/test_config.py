@@ -1,3 +1,4 @@
+import re
 from dataclasses import fields
 
 import pytest
@@ -5,6 +6,7 @@ import yaml
 from rl_interfaces import LossType
 from rl_policy.config import (
     load_run_config,
+    naming_section,
     override_resumed,
     parse_run_config,
     render_run_config,
@@ -302,3 +304,28 @@ def test_asynchronous_rollouts_that_cannot_be_are_refused(overrides, message):
     with pytest.raises(ValueError, match=message) as error:
         load_run_config("grpo", overrides=["async.max_staleness=2", *overrides])
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("raised", "named"),
+    [
+        ("policy.precision='float7': of", "ppo.value_policy.precision='float7': of"),
+        ("policy.a=1 and policy.b=2", "ppo.value_policy.a=1 and ppo.value_policy.b=2"),
+        ("policy.model_name='m' is none", "ppo.value_model='m' is none"),
+        ("sft.policy.a=1, a policy. No key", "sft.policy.a=1, a policy. No key"),
+    ],
+)
+def test_errors_of_another_policy_name_its_section(raised, named):
+    error = ValueError(raised)
+    with (
+        pytest.raises(ValueError, match=re.escape(named)) as found,
+        naming_section("ppo.value_policy", model_key="ppo.value_model"),
+    ):
+        raise error
+    assert (found.value, str(error)) == (error, named)
+
+
+def test_errors_of_the_runs_own_policy_are_as_they_were():
+    same = r"^policy\.model_name=1, policy\.a=2$"
+    with pytest.raises(ValueError, match=same), naming_section("policy"):
+        raise ValueError("policy.model_name=1, policy.a=2")

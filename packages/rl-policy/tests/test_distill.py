@@ -212,6 +212,14 @@ def test_what_the_teacher_cannot_give_is_refused(settings, message):
         prepare_inputs(load_run_config("distill", overrides=settings))
 
 
+def test_what_the_backend_refuses_of_the_teacher_is_named_as_the_user_has_written_it():
+    given = ["distill.teacher_policy.dtensor_cfg.tensor_parallel_size=3"]
+    parallel = r"^distill\.teacher_policy\.dtensor_cfg\.tensor_parallel_size=3 "
+    with pytest.raises(ValueError, match=parallel) as raised:
+        prepare_inputs(load_run_config("distill", overrides=given))
+    assert " policy." not in str(raised.value)
+
+
 def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):
     other = save_model(tmp_path / "other", make_tokenizer())
     config = load_run_config("distill", overrides=[f"distill.teacher={other}"])

@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 from rl_policy.generation.state import TAGS, EngineState, EngineStateError
-from rl_policy.generation.vllm.engine import UpdateTimes, VllmEngine
-from rl_policy.generation.vllm.running import RequestLoop
-from rl_policy.generation.vllm.turns import EngineThread
+from rl_policy.generation.vllm.engine.running import RequestLoop
+from rl_policy.generation.vllm.engine.turns import EngineThread
+from rl_policy.generation.vllm.engine.updates import EngineUpdates
+from rl_policy.generation.vllm.engine.vllm_engine import VllmEngine
 
 
 @pytest.fixture
@@ -153,8 +154,16 @@ def engine_on(memory):
     engine = object.__new__(VllmEngine)
     engine._state, engine._llm, engine._can_sleep = EngineState(), memory, True
     engine._config = SimpleNamespace(sleep_level=1, generate_timeout_s=60)
-    engine._update, engine._thread = UpdateTimes(), EngineThread()
+    engine._thread = EngineThread()
     engine._requests = RequestLoop(engine._thread, step=dict, abort=list)  # of none
+    engine._updates = EngineUpdates(
+        memory,
+        config=engine._config,
+        thread=engine._thread,
+        requests=engine._requests,
+        state=engine._state,
+        first_receiver=0,
+    )
     return engine
 
 
@@ -171,6 +180,20 @@ def test_memory_that_there_was_no_room_for_sleeps_on():
     memory.room.add("kv_cache")
     assert engine.wake(None)
     assert memory.calls == ["sleep", "wake weights", *["wake kv_cache"] * 3]
+
+
+def test_clients_that_wait_are_woken_by_all_that_lets_an_engine_sample():
+    engine, woken = engine_on(DeviceMemory(room=TAGS)), []
+    with engine._requests.waking(lambda: woken.append(engine._state.version)):
+        engine.sleep()
+        woken.clear()
+        engine.wake(None)
+        assert woken == [-1]
+        engine._state.begin_update(3)
+        engine._state.receive()
+        engine._updates._loaded = {"by name"}
+        engine.commit_update(3)
+        assert woken == [-1, 3]
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,11 @@ from rl_batched_data import BatchedDataDict
 from rl_interfaces import StreamFullError, TicketsLostError
 from rl_policy import RayVirtualCluster, RayWorkerGroup
 from rl_policy.generation.stream import SampledAtCollect
-from rl_policy.generation.vllm.running import EndedSubmission, RequestLoop
+from rl_policy.generation.vllm.engine.running import EndedSubmission, RequestLoop
+from rl_policy.generation.vllm.engine.turns import EngineThread
 from rl_policy.generation.vllm.stream import LANES, EngineLostError, EngineStream
-from rl_policy.generation.vllm.turns import EngineThread
-from rl_policy.ray.worker_group import NamedSharding, WorkerDiedError
+from rl_policy.ray.failures import WorkerDiedError
+from rl_policy.ray.sharding import NamedSharding
 
 # Workers cannot import this module, whose class is sent to them.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -103,6 +104,31 @@ def test_batches_share_steps_and_finish_out_of_order(thread, scheduler):
     again = thread.run(scheduler.add, r5=1)
     assert names_of(again) == ["5"]
     assert names_of(thread.run(scheduler.loop.add, [])) == []
+
+
+def test_a_failure_reaches_all_that_wait_though_one_cannot_take_it(thread, scheduler, caplog):
+    scheduler.gate.clear()
+    scheduler.breaks_at = 1
+    received = []
+
+    def refuse(error):
+        raise OSError("the client has gone")
+
+    def add():
+        batch = scheduler.add(r0=9)
+        for name, deliver in (("1", received.append), ("2", refuse), ("3", received.append)):
+            scheduler.left[f"{name}-abc"] = 9
+            scheduler.loop.add_stream(name, internal=f"{name}-abc", deliver=deliver)
+        return batch
+
+    batch = thread.run(add)
+    scheduler.gate.set()
+    with pytest.raises(ValueError, match="broken"):
+        batch.result(LIMIT_S)
+    assert scheduler.loop.wait_idle(LIMIT_S)
+    assert [str(error) for error in received] == ["broken", "broken"]
+    assert "2-abc: a client did not take the failure" in caplog.text
+    assert "the client has gone" in caplog.text
 
 
 def test_a_cancelled_batch_is_aborted_and_the_others_go_on(thread, scheduler):

@@ -9,7 +9,7 @@ from ray.cluster_utils import Cluster
 from rl_batched_data import BatchedDataDict
 from rl_policy import NamedSharding, Policy, RayVirtualCluster, RayWorkerGroup
 from rl_policy.ray import cluster as cluster_module
-from rl_policy.ray.worker_group import WorkerDiedError
+from rl_policy.ray.failures import WorkerDiedError
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast

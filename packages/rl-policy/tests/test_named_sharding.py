@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 from rl_interfaces import ParallelLayout
-from rl_policy.ray.worker_group import NamedSharding
+from rl_policy.ray.sharding import NamedSharding
 
 AXES = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
 

@@ -25,7 +25,7 @@ from rl_interfaces import (
 from rl_policy import Policy, RayVirtualCluster
 from rl_policy.losses import NLLLoss
 from rl_policy.policy import with_absolute_paths
-from rl_policy.ray.worker_group import WorkerGroupError
+from rl_policy.ray.failures import WorkerGroupError
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast

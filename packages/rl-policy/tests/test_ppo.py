@@ -285,6 +285,23 @@ def test_a_schedule_of_the_value_model_that_ends_too_early_is_refused():
         prepare_inputs(load_run_config("ppo", overrides=given))
 
 
+def test_what_the_backend_refuses_of_the_value_model_is_named_as_the_user_has_written_it():
+    given = ["ppo.value_policy.dtensor_cfg.tensor_parallel_size=3"]
+    parallel = r"^ppo\.value_policy\.dtensor_cfg\.tensor_parallel_size=3 "
+    with pytest.raises(ValueError, match=parallel) as raised:
+        prepare_inputs(load_run_config("ppo", overrides=given))
+    assert " policy." not in str(raised.value)
+
+
+def test_a_value_model_without_a_config_is_named_by_its_key(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    given = [f"ppo.value_model={tmp_path}"]
+    unread = r"^ppo\.value_policy\.model_name=.* cannot be loaded"
+    with pytest.raises(ValueError, match=unread) as raised:
+        prepare_inputs(load_run_config("ppo", overrides=given))
+    assert " policy." not in str(raised.value)
+
+
 def test_a_value_model_with_another_vocabulary_is_refused(model):
     given = load_run_config("ppo", overrides=[f"ppo.value_model={model}"])
     with pytest.raises(

@@ -1,7 +1,7 @@
 import pytest
 import torch.distributed as dist
 from ray.exceptions import ActorDiedError, RayTaskError
-from rl_policy.ray.worker_group import Outcome, WorkerDiedError, root_failure, to_exception
+from rl_policy.ray.failures import Outcome, WorkerDiedError, root_failure, to_exception
 
 GLOO_ERROR = (
     "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] "

@@ -3,7 +3,7 @@
 from contextlib import nullcontext
 
 import pytest
-from rl_policy.ray.worker_group import WorkerDiedError
+from rl_policy.ray.failures import WorkerDiedError
 from rl_policy.refit import RefitRoutes, WeightLink, engines_on_device, group_for_ipc
 from rl_refit import RefitError
 
@@ -12,6 +12,8 @@ GIB = 2**30
 
 class Party:
     """Writes down the calls it gets, in a list that it shares; fails on those of `failing`."""
+
+    membership = None
 
     def __init__(self, name, calls, failing=()):
         self._name, self._calls, self._failing = name, calls, failing
@@ -159,6 +161,13 @@ def test_a_report_has_what_was_sent_and_had_changed_where_it_is_known():
     assert "refit_changed" not in merged
 
 
+def test_a_report_counts_the_receivers_that_any_sender_has_dropped():
+    routes = RefitRoutes(receivers_per_rank=(2, 2, 0))
+    reports = [report(2.0, 1.5, 0, refit_dropped=dropped) for dropped in (1, 2, 5)]
+    assert routes.merge_reports(reports)["refit_dropped"] == 3
+    assert "refit_dropped" not in routes.merge_reports([report(2.0, 1.5, 0)] * 3)
+
+
 def test_ranks_that_only_gather_do_not_count():
     merged = RefitRoutes(receivers_per_rank=(2, 0)).merge_reports(
         [report(2.0, 1.5, 1), report(9.0, 0.0)]
@@ -180,7 +189,7 @@ def test_groups_fit_the_buffer_or_the_smallest_memory():
 class FailingEngines:
     """Receive nothing, and say why when they are waited for."""
 
-    num_receivers = 1
+    num_receivers, membership = 1, None
 
     def __init__(self, failure):
         self._failure = failure
@@ -208,3 +217,78 @@ def test_any_other_failure_of_engines_is_a_note_of_the_senders():
     with pytest.raises(RefitError, match="policy cannot send_weights") as raised:
         refit_into(FailingEngines(RefitError("timed out")))
     assert raised.value.__notes__ == ["the engines: RefitError: timed out"]
+
+
+class Members:
+    """Who lives of `DyingEngines`."""
+
+    num_replaced, is_usable, has_joined = 0, True, True
+
+    def __init__(self):
+        self.num_losses, self.receivers = 0, None
+
+
+class DyingEngines:
+    """Lose an engine in each of the first updates."""
+
+    num_receivers = 3
+
+    def __init__(self, deaths, calls):
+        self.membership, self._deaths, self._calls = Members(), deaths, calls
+
+    def init_transfer(self, address):
+        pass
+
+    def begin_update(self, version):
+        self._calls.append(f"begin {version}")
+
+    def begin_catch_up(self, version):
+        self.membership.receivers = [2]
+        self._calls.append(f"catch up {version}")
+
+    def update(self, version):
+        return version
+
+    def wait_for_update(self, call):
+        if self.membership.num_losses < self._deaths:
+            self.membership.num_losses += 1
+            self.membership.receivers = list(range(3 - self.membership.num_losses))
+            raise WorkerDiedError("an engine died", reason="killed", details="")
+
+    def commit_update(self, version):
+        self._calls.append(f"commit {version}")
+
+
+class Sender:
+    def __init__(self, calls):
+        self._calls = calls
+
+    def open_refit(self, num_receivers, **options):
+        self._calls.append(f"open, min_receivers={options.get('min_receivers')}")
+        return [{}] * num_receivers
+
+    def require_ready_to_send(self):
+        pass
+
+    def send_weights(self, version, **options):
+        self._calls.append(f"send {version} to {options.get('receivers')}")
+        return {"refit_s": 0.5}
+
+
+def test_engines_need_no_base_class_to_go_on_without_one_that_dies():
+    calls = []
+    link = WeightLink(Sender(calls), DyingEngines(2, calls), is_paired=False, transport="shm")
+    link.refit(4)
+    assert calls == [
+        "open, min_receivers=1",
+        *("begin 4", "send 4 to None"),
+        *("begin 4", "send 4 to [0, 1]"),
+        *("begin 4", "send 4 to [0]", "commit 4"),
+    ]
+
+
+def test_engines_that_have_joined_catch_up_alone():
+    calls = []
+    link = WeightLink(Sender(calls), DyingEngines(0, calls), is_paired=False, transport="shm")
+    assert link.refit(4, only_joined=True)["refit_staged"] == 0
+    assert calls[1:] == ["catch up 4", "send 4 to [2]", "commit 4"]

@@ -11,14 +11,16 @@ import ray
 from rl_policy import RayVirtualCluster, RayWorkerGroup
 from rl_policy.generation.vllm import replacement
 from rl_policy.generation.vllm.replacement import Replacements
-from rl_policy.ray.worker_group import NamedSharding, WorkerDiedError
+from rl_policy.ray.failures import WorkerDiedError
+from rl_policy.ray.sharding import NamedSharding
 
 # Workers cannot import this module, whose class is sent to them.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 LIMIT_S = 300
+START_S = 60.0
 
 
 class Rank:
@@ -60,11 +62,80 @@ def advance_until(replacements, is_done):
         time.sleep(0.05)
 
 
+class HangingGroup:
+    """Ranks of which those in `hanging` are constructed for ever."""
+
+    name, has_ended, ranks_stand_alone = "ranks", False, True
+
+    def __init__(self, num_ranks, lost, hanging):
+        self.num_deaths = [int(rank in lost) for rank in range(num_ranks)]
+        self.lost_ranks, self.hanging = list(lost), hanging
+        self.constructed, self.ended = [], []
+
+    def lose(self, ranks):
+        assert not ranks
+
+    def replace(self, rank):
+        self.constructed.append(rank)
+        return rank
+
+    def end_lost(self, ranks):
+        self.ended += ranks
+
+    # What Ray says of a construction, which a rank stands for here.
+
+    def wait(self, running, *, num_returns, timeout):
+        assert (num_returns, timeout) == (len(running), 0)
+        return [rank for rank in running if rank not in self.hanging], []
+
+    def get(self, construction):
+        return None
+
+
+def test_a_start_that_hangs_is_repeated_and_then_named_with_its_processes_ended(monkeypatch):
+    now = [0.0]
+    group = HangingGroup(4, lost=[2, 3], hanging={3})
+    monkeypatch.setattr(replacement, "ray", group)
+    monkeypatch.setattr(replacement, "monotonic", lambda: now[0])
+    monkeypatch.setattr(replacement, "_MOST_FAILURES", 2)
+    replacements = Replacements(group, ranks_per_engine=2, start_timeout_s=START_S)
+    replacements.advance()
+    now[0] = START_S - 1
+    replacements.advance()
+    assert group.constructed == [2, 3]
+    now[0] = START_S
+    replacements.advance()
+    assert (group.constructed, replacements.joining) == ([2, 3, 2, 3], [])
+    now[0] = 2 * START_S
+    with pytest.raises(TimeoutError, match=r"engine 1: ranks \[3\] of ranks .* within 60 s"):
+        replacements.advance()
+    assert group.ended == [2, 3]
+    # It stays lost, and nothing waits for it.
+    now[0] = 9 * START_S
+    replacements.advance()
+    assert (group.constructed, replacements.joining) == ([2, 3, 2, 3], [])
+
+
+def test_a_start_in_time_takes_no_failure_from_the_limit(monkeypatch):
+    now = [0.0]
+    group = HangingGroup(2, lost=[1], hanging={1})
+    monkeypatch.setattr(replacement, "ray", group)
+    monkeypatch.setattr(replacement, "monotonic", lambda: now[0])
+    replacements = Replacements(group, ranks_per_engine=1, start_timeout_s=START_S)
+    replacements.advance()
+    # It is looked at late, and was ready before.
+    group.hanging.clear()
+    now[0] = 2 * START_S
+    replacements.advance()
+    assert (group.constructed, replacements.joining) == ([1], [1])
+
+
+@pytest.mark.slow
 def test_an_engine_comes_back_with_all_its_ranks_or_is_named_by_the_one_that_fails(
     group, broken, monkeypatch
 ):
     monkeypatch.setattr(replacement, "_MOST_FAILURES", 2)
-    replacements = Replacements(group, ranks_per_engine=2)
+    replacements = Replacements(group, ranks_per_engine=2, start_timeout_s=LIMIT_S)
     before = group.run_all("process_id")
     os.kill(before[2], signal.SIGKILL)
     with pytest.raises(WorkerDiedError, match="rank 2 of ranks died"):

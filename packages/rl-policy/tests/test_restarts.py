@@ -9,7 +9,7 @@ import pytest
 from recipe_runs import TWO_RANKS, descendants, measured, wait_until, write_workplace
 from rl_policy import RayVirtualCluster
 from rl_policy.config import load_run_config
-from rl_policy.ray.worker_group import WorkerDiedError, WorkerGroupError, death_behind
+from rl_policy.ray.failures import WorkerDiedError, WorkerGroupError, death_behind
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.needs("rl-policy[dtensor]")]
 

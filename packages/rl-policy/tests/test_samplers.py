@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 from rl_policy.config import load_run_config
 from rl_policy.generation.vllm import VllmGeneration
+from rl_policy.generation.vllm.membership import Membership
 from rl_policy.recipes.sft import sft_policy
-from rl_policy.refit import WeightLink
+from rl_policy.refit import ElasticEngines, EngineMembership, WeightLink
 from rl_policy.run import samplers
 from rl_policy.run.directory import RunState
 from rl_policy.run.inputs import (
@@ -27,6 +28,8 @@ def load(*overrides):
 
 class Recorder:
     """Writes down every call; some return or raise something."""
+
+    membership = None
 
     def __init__(self, name, calls, answers=()):
         self._name, self._calls, self._answers = name, calls, dict(answers)
@@ -81,6 +84,13 @@ def refit(version):
         "engines.wait_for_update(None)",
         f"engines.commit_update({version})",
     ]
+
+
+def test_vllm_engines_have_all_that_elastic_engines_have():
+    for protocol, own in [(ElasticEngines, VllmGeneration), (EngineMembership, Membership)]:
+        members = [name for name in vars(protocol) if not name.startswith("_")]
+        assert members
+        assert all(hasattr(own, name) for name in members)
 
 
 def test_policy_and_engines_take_turns_on_a_shared_device():

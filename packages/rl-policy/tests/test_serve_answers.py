@@ -10,9 +10,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rl_policy.cli import build_app
-from rl_policy.commands.serve import ServeOptions, _served_model, api_key, load_serve_config
+from rl_policy.commands.serve import (
+    ServeOptions,
+    ServeSection,
+    _served_model,
+    api_key,
+    load_serve_config,
+)
 from rl_policy.generation.answers import join_stream, read_answers
-from rl_policy.generation.state import EngineState
+from rl_policy.generation.state import EngineState, EngineStateError
 from rl_policy.generation.vllm import serving
 from rl_policy.generation.vllm.answers import (
     Answer,
@@ -20,9 +26,14 @@ from rl_policy.generation.vllm.answers import (
     answer_in_progress,
     asking_for_tokens,
 )
-from rl_policy.generation.vllm.running import RequestLoop
-from rl_policy.generation.vllm.serving import ApiServer, EngineClient, ServerSettings
-from rl_policy.generation.vllm.turns import EngineThread
+from rl_policy.generation.vllm.engine.running import RequestLoop
+from rl_policy.generation.vllm.engine.turns import EngineThread
+from rl_policy.generation.vllm.serving import (
+    MAX_REQUEST_BYTES,
+    ApiServer,
+    EngineClient,
+    ServerSettings,
+)
 from rl_policy.run import export
 from rl_policy.run.directory import CheckpointManager, RunDirectory, RunState
 from typer.testing import CliRunner
@@ -158,6 +169,55 @@ def test_a_server_that_ends_during_a_step_costs_nobody_else(thread):
     is_over.set()
     assert [each.request_id for each in batch.result(LIMIT_S)] == ["7"]
     assert requests.wait_idle(LIMIT_S)
+
+
+def test_a_client_that_waits_is_woken_and_asks_the_engine_for_nothing_meanwhile(thread):
+    client, requests = client_on(thread, step=list)
+    attempts = []
+
+    def add(name, prompt, params, deliver):
+        attempts.append(name)
+        requests.require_open()
+        deliver(SimpleNamespace(finished=True, outputs=[]))
+
+    client._add = add
+
+    async def ask():
+        asking = asyncio.create_task(outputs_of(client))
+        await asyncio.sleep(0.5)
+        assert (len(attempts), asking.done()) == (1, False)
+        requests.release()
+        (output,) = await asyncio.wait_for(asking, LIMIT_S)
+        return output
+
+    requests.hold()
+    assert asyncio.run(ask()).finished
+    assert len(attempts) == 2
+    # What is woken later has nobody that waits.
+    assert requests._wakers == []
+
+
+def test_a_client_that_is_never_woken_learns_why_after_its_limit(thread):
+    client, requests = client_on(thread, step=list)
+    client._timeout_s = 0.2
+    requests.hold()
+    with pytest.raises(EngineStateError, match="waits for its requests to end"):
+        asyncio.run(asyncio.wait_for(outputs_of(client), LIMIT_S))
+    assert requests._wakers == []
+
+
+def test_a_port_that_is_taken_is_named_to_a_program():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        settings = ServerSettings(name="tiny", api_key=KEY)
+        with pytest.raises(ValueError, match=f"^host='127.0.0.1', port={port}: Address already"):
+            ApiServer(None, settings, port=port)
+
+
+def test_the_command_and_a_program_take_requests_of_one_size():
+    assert ServeSection().max_request_bytes == MAX_REQUEST_BYTES
+    assert ServerSettings(name="tiny", api_key=KEY).max_request_bytes == MAX_REQUEST_BYTES
 
 
 def test_each_choice_is_a_row():
@@ -354,7 +414,7 @@ def with_vllm(monkeypatch):
         (["policy.generation.vllm_cfg.max_num_seqs=0"], "vllm_cfg.max_num_seqs=0 must be at least"),
         (["--host", "localhost"], "--host 'localhost' must be an IP address"),
         (["--step", "3"], "--step 3: MODEL is no run's directory"),
-        (["--port", "PORT"], "port=PORT: Address already in use"),
+        (["--port", "PORT"], "--host 127.0.0.1 --port PORT: Address already in use"),
         ([], "the model 'MODEL' cannot be read"),
     ],
 )

@@ -187,7 +187,7 @@ def test_requests_go_on_through_refits(client, engines, tokenizer, models):
         assert {answer.weight_version for answer in answers} == {version}
 
         running = pool.submit(chat, client, n=4, max_tokens=NEW_TOKENS)
-        while not all(engines._on_engines_beside("is_sampling")):
+        while not all(engines.membership.on_all_beside("is_sampling")):
             assert not running.done()
         while not running.done():
             version = next_model(models)
@@ -207,7 +207,7 @@ def test_requests_go_on_through_refits(client, engines, tokenizer, models):
 def test_engines_that_sleep_keep_their_clients_waiting(client, engines, tokenizer, models):
     with ThreadPoolExecutor(2) as pool:
         running = pool.submit(chat, client, max_tokens=200)
-        while not all(engines._on_engines_beside("is_sampling")):
+        while not all(engines.membership.on_all_beside("is_sampling")):
             assert not running.done()
         engines.finish_generation()
         waiting = pool.submit(chat, client, max_tokens=4)
@@ -223,7 +223,7 @@ def test_a_client_that_leaves_frees_its_place(client, engines):
     stream = chat(client, max_tokens=NEW_TOKENS, n=64, stream=True)
     next(iter(stream))
     stream.close()
-    wait_until(lambda: not any(engines._on_engines_beside("is_sampling")), limit_s=END_S)
+    wait_until(lambda: not any(engines.membership.on_all_beside("is_sampling")), limit_s=END_S)
     assert len(chat(client, max_tokens=3).choices[0].token_ids) == 3
 
 

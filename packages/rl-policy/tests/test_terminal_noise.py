@@ -13,7 +13,8 @@ CODE = """
 import time, ray
 from noisy_worker import NoisyWorker
 from rl_policy.ray.cluster import RayVirtualCluster
-from rl_policy.ray.worker_group import NamedSharding, RayWorkerGroup
+from rl_policy.ray.sharding import NamedSharding
+from rl_policy.ray.worker_group import RayWorkerGroup
 cluster = RayVirtualCluster(bundle_ct_per_node_list=[1], use_gpus=False)
 sharding = NamedSharding([0], ["data_parallel"])
 group = RayWorkerGroup(cluster, NoisyWorker, (), {}, sharding=sharding, name="noisy")

@@ -45,6 +45,8 @@ def start(model, state, log):
             stdout=file,
             env={**os.environ, command.KEY_VARIABLE: KEY},
             start_new_session=True,
+            # As under a terminal: a job in a shell's background inherits that SIGINT is ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def address():

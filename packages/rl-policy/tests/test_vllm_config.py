@@ -17,7 +17,7 @@ from rl_policy.generation.vllm.config import (
     parse_engine_config,
     parse_sampling_config,
 )
-from rl_policy.generation.vllm.environment import prepare_environment, temporary_files_apart
+from rl_policy.generation.vllm.engine.environment import prepare_environment, temporary_files_apart
 
 
 def engine(vllm_cfg=None, **changes):

@@ -11,7 +11,7 @@ import torch
 from rl_policy import RayVirtualCluster
 from rl_policy.generation.state import EngineStateError
 from rl_policy.generation.vllm import VllmGeneration
-from rl_policy.ray.worker_group import WorkerDiedError, WorkerGroupError
+from rl_policy.ray.failures import WorkerDiedError, WorkerGroupError
 from transformers import AutoModelForCausalLM
 from vllm_oracles import (
     MAX_MODEL_LEN,

@@ -108,7 +108,7 @@ def staged_refit(engines, sender, version, **options):
 def start_sampling(pool, engines, tokenizer):
     """Call `generate` in a thread; return its future once every engine samples."""
     sampling = pool.submit(engines.generate, prompts_of(tokenizer, TEXTS))
-    while not all(engines._on_engines_beside("is_sampling")):
+    while not all(engines.membership.on_all_beside("is_sampling")):
         assert not sampling.done()
     return sampling
 

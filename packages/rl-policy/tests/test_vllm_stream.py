@@ -191,7 +191,7 @@ def test_a_cancelled_submission_frees_the_engine(engines, tokenizer):
     assert engines._calls_since_version == kept
     engines.cancel(tickets[1:])
     deadline = time.monotonic() + LIMIT_S
-    while any(engines._on_engines_beside("is_sampling")):
+    while any(engines.membership.on_all_beside("is_sampling")):
         assert time.monotonic() < deadline
     assert engines.collect(timeout_s=0) == []
     (finished,) = collect_all(engines, [engines.submit(short_prompts(tokenizer, 8))]).values()
@@ -211,7 +211,7 @@ def test_an_engine_that_dies_is_replaced_while_the_other_goes_on(start_engines, 
 
     def send(version):
         call = engines.update(version)
-        sender.send(version, receivers=engines.receivers)
+        sender.send(version, receivers=engines.membership.receivers)
         engines.wait_for_update(call)
         engines.commit_update(version)
 
@@ -225,19 +225,19 @@ def test_an_engine_that_dies_is_replaced_while_the_other_goes_on(start_engines, 
     for each in finished.values():
         versions = each.output["weight_versions"]
         assert set(versions[versions != NOT_SAMPLED].tolist()) == {1}
-    assert (engines.num_replaced, engines.has_lost_engine) == (1, False)
+    assert (engines.membership.num_replaced, engines.has_lost_engine) == (1, False)
     # Of the one that is left.
     assert engines.generate(short_prompts(tokenizer, 3))["weight_version"].tolist() == [1] * 3
 
     deadline = time.monotonic() + LIMIT_S
-    while not engines.has_joined:
+    while not engines.membership.has_joined:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     beside = engines.submit(prompts_of(tokenizer, [LONG]))
     engines.begin_catch_up(1)
-    assert engines.receivers == [0]
+    assert engines.membership.receivers == [0]
     send(1)
-    assert not engines.has_joined
+    assert not engines.membership.has_joined
     assert engines.facts[0].process_id != dead
     assert collect_all(engines, [beside]).keys() == {beside}
     # Rows of both, with the weights that the sender has.
@@ -246,7 +246,7 @@ def test_an_engine_that_dies_is_replaced_while_the_other_goes_on(start_engines, 
     expected = expected_logprobs(models[1], output, temperature=TEMPERATURE)
     assert (output["logprobs"] - expected).abs().max() < TOLERANCE
     engines.begin_update(2, staging="host")
-    assert engines.receivers == [0, 1]
+    assert engines.membership.receivers == [0, 1]
     send(2)
     assert engines.update_metrics()["refit_staged"] == 1.0
     assert engines.generate(short_prompts(tokenizer, 4))["weight_version"].tolist() == [2] * 4

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from rl_policy import RayVirtualCluster
 from rl_policy.generation.state import EngineStateError
 from rl_policy.generation.vllm import VllmGeneration
-from rl_policy.ray.worker_group import WorkerDiedError
+from rl_policy.ray.failures import WorkerDiedError
 from rl_refit.ends.outbound import Receivers
 from rl_refit.protocol.channel import Filled
 from transformers import AutoModelForCausalLM

@@ -8,7 +8,7 @@ import pytest
 import ray
 from rl_batched_data import BatchedDataDict
 from rl_policy import NamedSharding, RayVirtualCluster, RayWorkerGroup
-from rl_policy.ray.worker_group import WorkerDiedError, WorkerGroupError
+from rl_policy.ray.failures import WorkerDiedError, WorkerGroupError
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -196,6 +196,23 @@ def test_a_rank_that_was_killed_between_calls_is_named(group, wait_until_gone):
     with pytest.raises(WorkerDiedError, match="rank 1 of probe died during all_reduce"):
         group.run_all("all_reduce")
     wait_until_gone(pids)
+
+
+def test_calls_that_a_replaced_process_leaves_behind_are_no_deaths(cluster, probe):
+    """The processes of an engine end together: one that lives is killed for the other."""
+    group = start(cluster, probe.ProbeWorker, ranks_stand_alone=True)
+    try:
+        left_behind = group.submit_all("sleep", 3600, ranks=[1])
+        group.lose([1])
+        started = group.replace(1)
+        with pytest.raises(WorkerDiedError, match="rank 1 of probe died during sleep"):
+            group.wait(left_behind)
+        ray.get(started, timeout=60)
+        group.restore([1])
+        assert (group.num_deaths, group.ranks) == ([0, 1], [0, 1])
+        assert len(group.run_all("describe")) == 2
+    finally:
+        group.shutdown()
 
 
 def test_a_constructor_that_raises_leaves_nothing(cluster, probe, tmp_path, wait_until_gone):

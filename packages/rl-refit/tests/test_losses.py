@@ -44,7 +44,7 @@ def world_of(transport, tensors, **options):
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("transport", ["shm", "golden"])
-def test_others_commit_and_a_new_engine_catches_up_whenever_one_dies(transport, stage):
+def test_others_commit_and_a_new_engine_catches_up_whenever_one_dies(transport, stage, caplog):
     tensors = some_tensors()
     with world_of(transport, tensors) as world:
         world.good_refit(1)
@@ -60,7 +60,10 @@ def test_others_commit_and_a_new_engine_catches_up_whenever_one_dies(transport, 
         else:
             assert isinstance(results[VICTIM + 1], Exception)
             assert list(results[0].dropped) == [VICTIM]
+        caplog.clear()
         world.sender.commit(2)
+        is_late = stage == "before the commit"
+        assert is_late == (f"committed without receiver {VICTIM}: the receiver" in caplog.text)
         joined = world.engines[VICTIM] = Engine(world.pair, world.sender.address, VICTIM)
         must(outcomes(lambda: joined.refit(2), lambda: world.sender.send(2, receivers=[VICTIM])))
         world.sender.commit(2)

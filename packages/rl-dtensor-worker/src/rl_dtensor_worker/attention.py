@@ -254,9 +254,7 @@ def sink_attention(
 ) -> torch.Tensor:
     """Return attention in which each head may attend to nothing, as in gpt-oss.
 
-    A sink is one more score in each softmax, whose value is zero (arXiv:2309.17453, section 3.2,
-    and the model card of gpt-oss). Here it is one more key, in one more dim of queries and keys, so
-    that torch's fused kernels compute it.
+    Torch's fused kernels compute it, see `rl_interfaces.backend.attention.attend`.
 
     Args:
         heads: See `Heads`.
@@ -268,19 +266,7 @@ def sink_attention(
     Returns:
         `[rows, seq, heads, head_size]`.
     """
-    query, key, value = heads
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    rows, num_heads, width, size = query.shape
-    # Fused kernels want head sizes in multiples of 8.
-    extra = 8 - size % 8
-    own = query.new_zeros(rows, num_heads, width, extra)
-    own[..., 0] = (sinks / scale).to(query.dtype)[:, None]
-    # The first key, which causal masks that are aligned to the last one show to every query.
-    key, value = F.pad(key, (0, extra, 1, 0)), F.pad(value, (0, 0, 1, 0))
-    key[..., 0, size] = 1.0
-    if mask is not None:
-        mask = F.pad(mask, (1, 0), value=True if mask.dtype == torch.bool else 0.0)
-    output = attend(torch.cat([query, own], -1), key, value, mask, dropout=dropout, scale=scale)
+    output = attend(*heads, mask, dropout=dropout, scale=scaling, sinks=sinks)
     return output.transpose(1, 2)
 
 

@@ -12,25 +12,33 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from rl_interfaces.backend.attention import (
     attend,
     attend_to_cache,
     attend_to_packed,
     takes_packed,
 )
+from torch import nn
 
 from rl_megatron_worker.layout import PackedRows
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    import torch.distributed as dist
+    from megatron.core.dist_checkpointing.mapping import ShardedStateDict
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.enums import AttnMaskType
@@ -42,7 +50,9 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class PackedAttention(MegatronModule):
-    """The `core_attention` of a layer: no parameters, and `PackedRows` at every call.
+    """The `core_attention` of a layer, with `PackedRows` at every call.
+
+    Its one parameter is `softmax_offset`, `[heads / tp]`: the sinks of heads that have them.
 
     Args:
         config: Megatron-core's config of the model, with the windows of its layers.
@@ -72,7 +82,9 @@ class PackedAttention(MegatronModule):
         self.sliding_window = window_of(config, layer_number)
         self.soft_cap = config.attention_soft_cap
         self.softmax_scale = softmax_scale
-        if config.rotary_scale != 1.0 and self.sliding_window is None:
+        self.softmax_offset = _sinks(config) if config.softmax_type == "learnable" else None
+        has_own_base = config.window_rotary_base is not None and self.sliding_window is not None
+        if config.rotary_scale != 1.0 and not has_own_base:
             # One factor on queries and on keys that are rotated in full is two on their products.
             assert config.kv_channels is not None
             own = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
@@ -110,6 +122,7 @@ class PackedAttention(MegatronModule):
                 scale=self.softmax_scale,
                 sliding_window=self.sliding_window,
                 soft_cap=self.soft_cap,
+                sinks=self.softmax_offset,
             )
         if cache is not None:
             cache.fill(self.layer_number, key, value)
@@ -120,6 +133,7 @@ class PackedAttention(MegatronModule):
         # Heads are sharded over tensor-parallel ranks: each needs random numbers of its own.
         dropout = self.config.attention_dropout if self.training else 0.0
         is_plain = rows.context_group is None and not dropout and self.soft_cap is None
+        is_plain = is_plain and self.softmax_offset is None
         if is_plain and takes_packed(query, value):
             return attend_to_packed(
                 query,
@@ -154,13 +168,40 @@ class PackedAttention(MegatronModule):
             # chunks before it.
             options = {"dropout": dropout, "scale": self.softmax_scale}
             if self.soft_cap is None:
-                output = attend(rows_query, rows_key, rows_value, mask, **options)
+                sinks = self.softmax_offset
+                output = attend(rows_query, rows_key, rows_value, mask, sinks=sinks, **options)
             else:
                 output = _attend_capped(
                     rows_query, rows_key, rows_value, mask, soft_cap=self.soft_cap, **options
                 )
             outputs.append(output.transpose(1, 2).flatten(2).flatten(0, 1))
         return torch.cat(outputs).index_select(0, rows.shards.places)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> ShardedStateDict:
+        """Return the sinks for a checkpoint, sharded by heads."""
+        assert metadata is not None
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=cast("dist.ProcessGroup", parallel_state.get_tensor_model_parallel_group()),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+def _sinks(config: DecoderConfig) -> nn.Parameter:
+    """Return the sinks of this rank's heads, uninitialised."""
+    num_heads = config.num_attention_heads // config.tensor_model_parallel_size
+    device = torch.cuda.current_device()
+    sinks = nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype, device=device))
+    set_tensor_model_parallel_attributes(sinks, is_parallel=True, dim=0, stride=1)
+    return sinks
 
 
 @dataclass(kw_only=True, slots=True)
@@ -177,7 +218,8 @@ class KeyValueCache:
     longest: int
     """The largest of `lengths`, on the host: layers read it at every step."""
     layers: dict[int, Pair] = field(default_factory=dict)
-    """By layer, `[rows, capacity, query_groups, head_size]` each."""
+    """By layer, `[rows, capacity, query_groups, head_size]` each. Linear attention keeps the last
+    inputs of its convolution, and its state."""
 
     def positions(self, num_tokens: int) -> torch.Tensor:
         """Return the position in its row of each token of a decoding step, `[num_tokens]` int64."""
@@ -211,6 +253,7 @@ class KeyValueCache:
         scale: float | None,
         sliding_window: int | None,
         soft_cap: float | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Append one token to each row; return its attention output, `[tokens, heads * head_size]`.
 
@@ -222,6 +265,7 @@ class KeyValueCache:
             scale: Softmax scale; `head_size ** -0.5` when None.
             sliding_window: How many tokens the new one sees, itself included; all when None.
             soft_cap: Bound on the scores; none when None.
+            sinks: `[heads]`, see `attend`; none when None.
         """
         # Tokens beyond the rows complete the total that sequence parallelism has to divide.
         num_rows = len(self.lengths)
@@ -232,10 +276,12 @@ class KeyValueCache:
         if sliding_window is not None:
             seen &= places >= self.lengths[:, None] - sliding_window
         query_of_rows, keys, values = query[:num_rows], keys.transpose(1, 2), values.transpose(1, 2)
-        if soft_cap is None:
+        one, mask = query_of_rows[:, :, None], seen[:, None, None]
+        if sinks is not None:
+            output = attend(one, keys, values, mask, scale=scale, sinks=sinks)
+        elif soft_cap is None:
             output = attend_to_cache(query_of_rows, keys, values, seen, scale=scale)
         else:
-            one, mask = query_of_rows[:, :, None], seen[:, None, None]
             output = _attend_capped(one, keys, values, mask, soft_cap=soft_cap, scale=scale)
         return F.pad(output.flatten(1), (0, 0, 0, len(query) - num_rows))
 

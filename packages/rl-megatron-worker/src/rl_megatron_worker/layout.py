@@ -39,6 +39,8 @@ class PackedRows(PackedSeqParams):
     shards: ContextShards
     context_group: dist.ProcessGroup | None
     """None without context parallelism. Not `cp_group`, which Transformer Engine would use."""
+    host_cu_seqlens: torch.Tensor
+    """`cu_seqlens`, on the CPU if the caller has them there."""
     cache: KeyValueCache | None = None
     """Filled by the prefill and read by the steps after it; None outside of generation."""
     _masked: dict[int | None, list[MaskedChunk]] = field(default_factory=dict, init=False)
@@ -67,8 +69,9 @@ class PackedRows(PackedSeqParams):
             ValueError: A sequence does not divide into the chunks of all ranks.
         """
         rank, num_ranks = (0, 1) if group is None else (group.rank(), group.size())
+        host_cu_seqlens = cu_seqlens if host_cu_seqlens is None else host_cu_seqlens
         shards = ContextShards.of(
-            cu_seqlens if host_cu_seqlens is None else host_cu_seqlens,
+            host_cu_seqlens,
             rank=rank,
             num_ranks=num_ranks,
             device=cu_seqlens.device,
@@ -80,6 +83,7 @@ class PackedRows(PackedSeqParams):
             max_seqlen_q=max_seqlen,
             max_seqlen_kv=max_seqlen,
             cu_seqlens=cu_seqlens,
+            host_cu_seqlens=host_cu_seqlens,
             shards=shards,
             context_group=group if num_ranks > 1 else None,
         )
@@ -94,6 +98,19 @@ class PackedRows(PackedSeqParams):
     def keys(self) -> RowGroups:
         """The rows of the keys of `shards.chunks`."""
         return RowGroups.of(chunk.keys for chunk in self.shards.chunks)
+
+    @cached_property
+    def full_sequences(self) -> ContextShards:
+        """The full sequences, as those of a rank that shares them with no other."""
+        if self.context_group is None:
+            return self.shards
+        device = self.cu_seqlens.device
+        return ContextShards.of(self.host_cu_seqlens, rank=0, num_ranks=1, device=device)
+
+    @cached_property
+    def full_rows(self) -> RowGroups:
+        """The rows of `full_sequences`."""
+        return RowGroups.of(chunk.queries for chunk in self.full_sequences.chunks)
 
     def masked_chunks(self, sliding_window: int | None) -> list[MaskedChunk]:
         """Return the chunks of `shards` with their masks.

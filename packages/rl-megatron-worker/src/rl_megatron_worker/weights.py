@@ -70,21 +70,25 @@ class MegatronWeights(LayeredSource):
         self._groups = ProcessGroupCollection.use_mpu_process_groups(_GROUPS)
         # A tied output layer is exported once, under the embedding's name.
         exported = [mapping for mapping in mappings if not mapping.is_copy]
-        self._mapping_of = {name: each for each in exported for name in each.sources}
+        # Several parameters have one tensor where it stacks experts.
+        self._mappings_of: dict[str, list[Mapping]] = {}
+        for each in exported:
+            for name in each.sources:
+                self._mappings_of.setdefault(name, []).append(each)
         experts = [each.expert for each in exported if each.expert is not None]
         self._num_experts = max(experts) + 1 if experts else 0
 
     def metadata(self) -> list[WeightMeta]:
         """See `LayeredSource.metadata`."""
         return [
-            WeightMeta(name, self._wire_dtype, mapping.sources[name])
-            for name, mapping in self._mapping_of.items()
+            WeightMeta(name, self._wire_dtype, mappings[0].sources[name])
+            for name, mappings in self._mappings_of.items()
         ]
 
     @torch.no_grad()
     def gather(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """See `LayeredSource.gather`."""
-        names = check_names(names, self._mapping_of)
+        names = check_names(names, self._mappings_of)
         with self._scope():
             held = self._held()
             layers = groupby(names, key=self._layer_and_stage)
@@ -96,7 +100,7 @@ class MegatronWeights(LayeredSource):
         """Start to gather tensors of one pipeline stage."""
         groups = self._groups
         layer = _LayerGather(
-            {name: self._mapping_of[name].sources[name] for name in names},
+            {name: self._mappings_of[name][0].sources[name] for name in names},
             dtype=self._wire_dtype,
             device=self._device,
             stage=stage,
@@ -106,7 +110,8 @@ class MegatronWeights(LayeredSource):
         if groups.pp.rank() != stage:
             return layer
         # A fused parameter has several names (QKV, gate and up): gather it once.
-        mappings = {self._mapping_of[name].names[0]: self._mapping_of[name] for name in names}
+        every = [each for name in names for each in self._mappings_of[name]]
+        mappings = {each.names[0]: each for each in every}
         dense = [each for each in mappings.values() if each.expert is None]
         experts = [each for each in mappings.values() if each.expert is not None]
         # Norms and routers are replicated over tensor-parallel ranks: no collective.
@@ -138,20 +143,25 @@ class MegatronWeights(LayeredSource):
         held = held_parameters(self._chunks)
         return {
             mapping.names[0]: held[name]
-            for mapping in self._mapping_of.values()
+            for mappings in self._mappings_of.values()
+            for mapping in mappings
             for name in mapping.names
             if name in held
         }
 
     def _layer_and_stage(self, name: str) -> tuple[str, int]:
-        return block_of(name), self._stage_of[place_of(self._mapping_of[name].names[0])]
+        return block_of(name), self._stage_of[self._place(name)]
+
+    def _place(self, name: str) -> str:
+        """Return the place of a tensor, see `place_of`: all of its parameters are there."""
+        return place_of(self._mappings_of[name][0].names[0])
 
     @cached_property
     def _stage_of(self) -> dict[str, int]:
         """The pipeline stage of each name prefix, see `place_of`. Collective on first access."""
         pipeline = self._groups.pp
         mine = {place_of(name) for name in self._held()}
-        places = sorted({place_of(mapping.names[0]) for mapping in self._mapping_of.values()})
+        places = sorted({self._place(name) for name in self._mappings_of})
         stages = torch.tensor(
             [pipeline.rank() if place in mine else -1 for place in places], device=self._device
         )

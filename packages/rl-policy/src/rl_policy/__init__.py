@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rl_policy.policy import PathLike, Policy
     from rl_policy.ray.cluster import RayVirtualCluster
-    from rl_policy.ray.worker_group import NamedSharding, RayWorkerGroup
+    from rl_policy.ray.sharding import NamedSharding
+    from rl_policy.ray.worker_group import RayWorkerGroup
     from rl_policy.trainers import (
         DistillationTrainer,
         DPOTrainer,
@@ -39,7 +40,7 @@ _HOMES = {
     "DPOTrainer": "rl_policy.trainers",
     "DistillationTrainer": "rl_policy.trainers",
     "GRPOTrainer": "rl_policy.trainers",
-    "NamedSharding": "rl_policy.ray.worker_group",
+    "NamedSharding": "rl_policy.ray.sharding",
     "PPOTrainer": "rl_policy.trainers",
     "PathLike": "rl_policy.policy",
     "Policy": "rl_policy.policy",

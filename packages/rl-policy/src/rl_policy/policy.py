@@ -34,7 +34,8 @@ from rl_policy.adapters import AdapterSets
 from rl_policy.backends import TrainingBackend, check_generation_backend
 from rl_policy.dispatch import Dispatcher, gather_generations, gather_scores, merge_train_results
 from rl_policy.ray.cluster import bundles_per_node
-from rl_policy.ray.worker_group import NamedSharding, RayWorkerGroup
+from rl_policy.ray.sharding import NamedSharding
+from rl_policy.ray.worker_group import RayWorkerGroup
 from rl_policy.refit import RefitRoutes, group_for_ipc
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast, runtime
 
 from rl_refit.compat.handles import group_keys
 
-from rl_policy.ray.worker_group import WorkerDiedError
+from rl_policy.ray.failures import WorkerDiedError
 
 if TYPE_CHECKING:
     from rl_policy.policy import Policy
@@ -34,6 +34,7 @@ CallT = TypeVar("CallT")
 _GIB = 2**30
 _RATE = "refit_gb_per_s"
 # Of workers that report them.
+_DROPPED = "refit_dropped"
 _TRAFFIC = ("refit_bytes_sent", "refit_changed")
 
 
@@ -89,33 +90,56 @@ class AdapterEngines(RefittedEngines[CallT], Protocol[CallT]):
         ...
 
 
-class ElasticEngines:
-    """Engines of which one that dies is started anew while the others go on."""
+class EngineMembership(Protocol):
+    """Who of several engines lives and takes part in updates; one that dies is started anew."""
 
     @property
     def num_losses(self) -> int:
         """How many processes of engines are known to have died so far."""
-        raise NotImplementedError
+        ...
 
     @property
     def num_replaced(self) -> int:
         """How often an engine was started anew."""
-        raise NotImplementedError
+        ...
 
     @property
     def is_usable(self) -> bool:
         """Whether some engine samples."""
-        raise NotImplementedError
+        ...
 
     @property
     def has_joined(self) -> bool:
         """Whether engines have been started anew that have not received weights yet."""
-        raise NotImplementedError
+        ...
 
     @property
     def receivers(self) -> list[int] | None:
         """Ranks of the receivers of the update that has begun. None: all, as ever."""
-        raise NotImplementedError
+        ...
+
+
+@runtime_checkable
+class ElasticEngines(Protocol):
+    """Engines of which one that dies is started anew while the others go on."""
+
+    @property
+    def membership(self) -> EngineMembership | None:
+        """Who lives and takes part. None: none of them is started anew."""
+        ...
+
+    def begin_catch_up(self, version: int) -> None:
+        """Open a transaction on the engines that have joined; the others sample meanwhile.
+
+        Args:
+            version: The one that the others have.
+        """
+        ...
+
+
+def membership_of(engines: object) -> EngineMembership | None:
+    """Return the membership of engines, None if they are not `ElasticEngines`."""
+    return engines.membership if isinstance(engines, ElasticEngines) else None
 
 
 @runtime_checkable
@@ -185,7 +209,8 @@ class RefitRoutes:
         """Return one report of a refit from those of all trainer ranks.
 
         Seconds are the maximum over the senders. Bytes are the model's, counted once; what was sent
-        in their place, and the share that had changed, are those of the slowest sender.
+        in their place, and the share that had changed, are those of the slowest sender. Receivers
+        that were dropped are those of all senders.
 
         Args:
             reports: Of each trainer rank, see `rl_refit.RefitReport.as_metrics`.
@@ -200,8 +225,10 @@ class RefitRoutes:
             # The rate ends in `_s` too, but is no duration.
             if name.endswith("_s") and name != _RATE
         }
+        dropped = [report[_DROPPED] for report in senders if _DROPPED in report]
         return {
             **seconds,
+            **({_DROPPED: sum(dropped)} if dropped else {}),
             "refit_bytes": slowest["refit_bytes"],
             "refit_staged": min(report["refit_staged"] for report in senders),
             _RATE: slowest["refit_bytes"] / slowest["refit_s"] / 1e9,
@@ -267,7 +294,8 @@ class WeightLink(Generic[CallT]):
         self._engines = engines
         self._staging = staging
         self._kv_cache = kv_cache
-        if isinstance(engines, ElasticEngines) and not is_paired:
+        self._membership = membership_of(engines)
+        if self._membership is not None and not is_paired:
             # An engine that dies does not keep the others from new weights.
             options = {"min_receivers": 1, **options}
         quantized = engines.quantized_tensors() if isinstance(engines, QuantizedEngines) else ()
@@ -303,16 +331,16 @@ class WeightLink(Generic[CallT]):
             ValueError: `version` is not newer than the engines' version.
             ResidencyError: The policy's model is not on the device; the engines are unchanged.
         """
-        engines = self._engines
-        if not isinstance(engines, ElasticEngines):
+        membership = self._membership
+        if membership is None:
             return self._refit(version, only_joined=False)
         while True:
-            num_losses = engines.num_losses
+            num_losses = membership.num_losses
             try:
                 return self._refit(version, only_joined=only_joined)
             except WorkerDiedError as death:
                 # Bounded: each time there is one engine less.
-                if engines.num_losses == num_losses or not engines.is_usable:
+                if membership.num_losses == num_losses or not membership.is_usable:
                     raise
                 logger.warning("%s: version %d is sent without it", death.summary, version)
                 if only_joined:
@@ -350,14 +378,13 @@ class WeightLink(Generic[CallT]):
 
     def _begin(self, version: int, staging: str, *, only_joined: bool) -> dict[str, Any]:
         """Open the transaction; return arguments for the policy's `send_weights`."""
-        engines: Any = self._engines
         if only_joined:
-            engines.begin_catch_up(version)
+            cast("ElasticEngines", self._engines).begin_catch_up(version)
         elif staging == "off":
-            engines.begin_update(version)
+            self._engines.begin_update(version)
         else:
-            engines.begin_update(version, staging=staging, kv_cache=self._kv_cache)
-        receivers = engines.receivers if isinstance(engines, ElasticEngines) else None
+            self._staging_engines.begin_update(version, staging=staging, kv_cache=self._kv_cache)
+        receivers = None if self._membership is None else self._membership.receivers
         return {} if receivers is None else {"receivers": receivers}
 
     def _drain(self, receiving: CallT, error: Exception) -> None:

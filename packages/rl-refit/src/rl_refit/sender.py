@@ -245,7 +245,10 @@ class RefitSender(Closing):
             except ChannelClosed as error:
                 # It cannot be taken back: others may have committed already.
                 gone.append(rank)
-                self._members.dropped[rank] = f"the receiver is gone: {error}"
+                reason = self._members.dropped[rank] = f"the receiver is gone: {error}"
+                logger.warning(
+                    "version %d is committed without receiver %d: %s", version, rank, reason
+                )
                 channels.pop(rank).close()
                 self._members.require_enough(version, channels, gone)
 

@@ -41,6 +41,7 @@ def attend(
     *,
     dropout: float = 0.0,
     scale: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return causal attention, `[rows, heads, queries, head_size]`.
 
@@ -53,7 +54,15 @@ def attend(
             None: the last query sees all keys, the one before it all but the last, and so on.
         dropout: Probability of a weight to be dropped.
         scale: `head_size ** -0.5` when None.
+        sinks: `[heads]`: one more score in each softmax of a head, whose value is zero: the head
+            may attend to nothing (arXiv:2309.17453, section 3.2, and the model card of gpt-oss).
     """
+    if sinks is not None:
+        # That of the heads, before they get another dim.
+        own, size = query.shape[3] ** -0.5 if scale is None else scale, value.shape[3]
+        query, key, value, mask = _with_sink(query, key, value, mask, scores=sinks / own)
+        output = attend(query, key, value, mask, dropout=dropout, scale=own)
+        return output[..., :size]
     shared = query.shape[1] // key.shape[1]
     takes_shared = takes_shared_keys(query.device.type, query.dtype, head_size=query.shape[3])
     if shared > 1 and not (mask is None and takes_shared):
@@ -71,6 +80,40 @@ def attend(
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+
+
+def _with_sink(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scores: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the arguments of `attend` with one more key, in one more dim of queries and keys.
+
+    Heads are as large in all of them.
+
+    Args:
+        query: See `attend`, like the next three.
+        key: `[rows, key_value_heads, keys, head_size]`.
+        value: Like `key`.
+        mask: Bool or additive.
+        scores: `[heads]`: of the key that is added, unscaled.
+    """
+    size = query.shape[3]
+    # Fused kernels want head sizes in multiples of 8.
+    extra = 8 - size % 8
+    own = query.new_zeros(*query.shape[:3], extra)
+    own[..., 0] = scores.to(query.dtype)[:, None]
+    # The first key, which causal masks that are aligned to the last one show to every query.
+    # Values are as wide, which the flash kernel wants.
+    key = F.pad(key, (0, extra, 1, 0))
+    value = F.pad(value, (0, size + extra - value.shape[3], 1, 0))
+    key[..., 0, size] = 1.0
+    if mask is not None:
+        mask = F.pad(mask, (1, 0), value=True if mask.dtype == torch.bool else 0.0)
+    return torch.cat([query, own], -1), key, value, mask
 
 
 def attend_to_packed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,8 +30,9 @@ _LLAMA3 = {
 
 # Kinds of scaling whose frequencies do not depend on the tokens.
 _FREQUENCIES = ("linear", "llama3", "yarn")
+_SUPPORTED_SCALING = "'default' and " + ", ".join(map(repr, _FREQUENCIES))
 # Families that rotate a part of each head; in others transformers rotates all of it regardless.
-_PARTLY_ROTARY = ("glm4", "glm4_moe")
+_PARTLY_ROTARY = ("glm4", "glm4_moe", "qwen3_next")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,6 +118,44 @@ def _mixtral(hf_config: PreTrainedConfig) -> Fields:
     }
 
 
+def _gpt_oss(hf_config: PreTrainedConfig) -> Fields:
+    # Biases of attention, routers and experts are one setting of Megatron-core.
+    _require(hf_config, "attention_bias", True)
+    fields = _mixtral(hf_config)
+    return (
+        fields
+        | {
+            "add_bias_linear": True,
+            "softmax_type": "learnable",
+            "own_layers": True,
+            "activation_func": partial(_swish, factor=hf_config.swiglu_alpha),
+            "activation_func_clamp_value": hf_config.swiglu_limit,
+            "glu_linear_offset": 1.0,
+        }
+        | _scaled_frequencies(hf_config)
+    )
+
+
+def _swish(gate: torch.Tensor, *, factor: float) -> torch.Tensor:
+    return gate * torch.sigmoid(factor * gate)
+
+
+def _scaled_frequencies(hf_config: PreTrainedConfig) -> Fields:
+    """Return the fields of rotary embeddings that are scaled, the same in all layers.
+
+    Raises:
+        ValueError: The kind of scaling is not supported.
+    """
+    kind = hf_config.rope_parameters["rope_type"]
+    if kind == "default":
+        return {}
+    if kind not in _FREQUENCIES:
+        raise _refusal(hf_config, f"rope_type={kind!r}", _SUPPORTED_SCALING)
+    # Their values are transformers' own.
+    frequencies, scale = ROPE_INIT_FUNCTIONS[kind](hf_config, torch.device("cpu"))
+    return {"rotary_frequencies": tuple(frequencies.tolist()), "rotary_scale": scale}
+
+
 def _qwen2(hf_config: PreTrainedConfig) -> Fields:
     return {"add_qkv_bias": True} | _windows(hf_config)
 
@@ -126,17 +166,42 @@ def _qwen3(hf_config: PreTrainedConfig) -> Fields:
 
 
 def _qwen2_moe(hf_config: PreTrainedConfig) -> Fields:
-    fields = _qwen_experts(hf_config)
-    if fields:
-        fields |= {
-            "moe_shared_expert_intermediate_size": hf_config.shared_expert_intermediate_size,
-            "moe_shared_expert_gate": True,
-        }
+    fields = _qwen_experts(hf_config) | _gated_expert(hf_config)
     return {"add_qkv_bias": hf_config.qkv_bias} | _windows(hf_config) | fields
 
 
 def _qwen3_moe(hf_config: PreTrainedConfig) -> Fields:
     return _qwen3(hf_config) | _qwen_experts(hf_config)
+
+
+def _qwen3_next(hf_config: PreTrainedConfig) -> Fields:
+    _require(hf_config, "attention_bias", False)
+    linear = [int(kind == "linear_attention") for kind in hf_config.layer_types]
+    others = {*hf_config.layer_types} - {"linear_attention", "full_attention"}
+    if others:
+        raise _refusal(
+            hf_config, f"{min(others)!r} among its layer_types", "linear and full attention"
+        )
+    names = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads")
+    sizes = [f"linear_{name}" for name in (*names, "num_value_heads")]
+    return {
+        "own_layers": True,
+        "layernorm_zero_centered_gamma": True,
+        "qk_layernorm": True,
+        "attention_output_gate": True,
+        "linear_attention_freq": linear,
+        **{name: getattr(hf_config, name) for name in sizes},
+    } | (_qwen_experts(hf_config) | _gated_expert(hf_config))
+
+
+def _gated_expert(hf_config: PreTrainedConfig) -> Fields:
+    """Return the fields of the expert that all tokens go to; empty without other experts."""
+    if not _qwen_experts(hf_config):
+        return {}
+    return {
+        "moe_shared_expert_intermediate_size": hf_config.shared_expert_intermediate_size,
+        "moe_shared_expert_gate": True,
+    }
 
 
 def _qwen_experts(hf_config: PreTrainedConfig) -> Fields:
@@ -298,8 +363,7 @@ def _rotary_fields(hf_config: PreTrainedConfig) -> Fields:
     if full["rope_type"] == "default":
         return fields
     if full["rope_type"] not in _FREQUENCIES:
-        supported = "'default' and " + ", ".join(map(repr, _FREQUENCIES))
-        raise _refusal(hf_config, f"rope_type={full['rope_type']!r}", supported)
+        raise _refusal(hf_config, f"rope_type={full['rope_type']!r}", _SUPPORTED_SCALING)
     # Their values are transformers' own.
     frequencies, scale = ROPE_INIT_FUNCTIONS[full["rope_type"]](
         hf_config, torch.device("cpu"), layer_type="full_attention"
@@ -467,6 +531,11 @@ CONVERTERS = {
     "glm4_moe": DecoderConverter(
         family_fields=_glm4_moe, names=LayerNames(shared_expert="shared_experts")
     ),
+    "gpt_oss": DecoderConverter(
+        family_fields=_gpt_oss,
+        rotary=_theta,
+        names=LayerNames(router="router", stacked_experts=True),
+    ),
     "llama": DecoderConverter(family_fields=_llama),
     "mistral": DecoderConverter(family_fields=_mistral),
     "mixtral": DecoderConverter(
@@ -481,4 +550,5 @@ CONVERTERS = {
     "qwen2_moe": DecoderConverter(family_fields=_qwen2_moe),
     "qwen3": DecoderConverter(family_fields=_qwen3),
     "qwen3_moe": DecoderConverter(family_fields=_qwen3_moe),
+    "qwen3_next": DecoderConverter(family_fields=_qwen3_next),
 }

@@ -9,6 +9,7 @@ grouped queries and gated MLPs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -199,6 +200,92 @@ class FusedGateUp(GateUp):
         ]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reordered(Mapping):
+    """The rows of its sources in another order, in which every rank has the next ones."""
+
+    order: tuple[Piece, ...]
+    dim: int | None = 0
+
+    def all_pieces(self, *, size: int, length: int) -> list[Piece]:
+        """Return them in this order."""
+        return [*self.order]
+
+
+def _sections(name: str, *sizes: int, num_groups: int) -> tuple[Piece, ...]:
+    """Return the order in which groups follow each other, each with its share of all sections.
+
+    Args:
+        name: The source: section after section.
+        sizes: Rows of each section.
+        num_groups: Number of groups.
+    """
+    ends = list(accumulate(sizes))
+    return tuple(
+        Piece(
+            name,
+            end - size + group * size // num_groups,
+            end - size + (group + 1) * size // num_groups,
+        )
+        for group in range(num_groups)
+        for size, end in zip(sizes, ends, strict=True)
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StackedExpert(Mapping):
+    """An expert's parameter, whose one source stacks those of all experts, as gpt-oss has them.
+
+    Matrices are transposed there: `[experts, inputs, outputs]`.
+
+    Example: the outputs `gate0 up0 gate1 up1` are interleaved; two ranks have `gate0 up0` and
+    `gate1 up1`, one has `gate0 gate1 up0 up1`.
+    """
+
+    interleaved: bool = False
+    """Whether its outputs are gate and up in turn, which a rank has one after the other."""
+
+    def shard_shape(self, size: int) -> Shape:
+        """See `Mapping.shard_shape`."""
+        (shape,) = self.sources.values()
+        shard = list(reversed(shape[1:]))
+        if self.dim is not None:
+            shard[self.dim] //= size
+        return tuple(shard)
+
+    def fill(self, shard: torch.Tensor, read: ReadSlice, *, rank: int, size: int) -> None:
+        """See `Mapping.fill`."""
+        (name,) = self.sources
+        assert self.expert is not None
+        (stacked,) = read(name, dim=0, start=self.expert, stop=self.expert + 1)
+        self._in_order(shard).copy_(self._of_rank(stacked, rank=rank, size=size))
+
+    def unshard(
+        self, shard: torch.Tensor, into: Map[str, torch.Tensor], *, rank: int, size: int
+    ) -> None:
+        """See `Mapping.unshard`."""
+        (name,) = self.sources
+        if name in into:
+            assert self.expert is not None
+            target = self._of_rank(into[name][self.expert], rank=rank, size=size)
+            target.copy_(self._in_order(shard))
+
+    def _of_rank(self, stacked: torch.Tensor, *, rank: int, size: int) -> torch.Tensor:
+        """Return a view of the rank's share of this expert's tensor, as `_in_order` has it."""
+        own = stacked.mT if stacked.ndim == 2 else stacked
+        if self.dim is None:
+            return own
+        if self.interleaved:
+            own = own.unflatten(0, (-1, 2))
+        length = own.shape[self.dim] // size
+        own = own.narrow(self.dim, rank * length, length)
+        return own.transpose(0, 1) if self.interleaved else own
+
+    def _in_order(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return a view of a rank's shard, with gate and up in dimension 0 if it has both."""
+        return shard.unflatten(0, (2, -1)) if self.interleaved else shard
+
+
 def slice_pieces(pieces: list[Piece], start: int, stop: int) -> list[Piece]:
     """Return the pieces of the rows `start:stop` of the concatenation of `pieces`.
 
@@ -232,6 +319,9 @@ class LayerNames:
     """Gate and up projection of dense layers in one tensor; None: they are two."""
     experts: str = "mlp"
     """The router and the experts."""
+    router: str = "gate"
+    stacked_experts: bool = False
+    """Whether one tensor has a projection of all experts, see `StackedExpert`."""
     shared_expert: str = "shared_expert"
     expert_gate: str = "gate_proj"
     expert_up: str = "up_proj"
@@ -301,6 +391,67 @@ def _latent_attention(fields: Fields, ours: str, theirs: str) -> list[Mapping]:
     ]
 
 
+def _gated_qkv(fields: Fields, ours: str, theirs: str) -> Mapping:
+    """Return the QKV projection of attention whose queries have gates: after those of a group."""
+    hidden_size, size = fields["hidden_size"], fields["kv_channels"]
+    num_heads, num_groups = fields["num_attention_heads"], fields["num_query_groups"]
+    query, key, value = (f"{theirs}.{name}_proj.weight" for name in ("q", "k", "v"))
+    order: list[Piece] = []
+    for group in range(num_groups):
+        heads = range(group * num_heads // num_groups, (group + 1) * num_heads // num_groups)
+        # Each head's gate is after its query.
+        order += [Piece(query, 2 * head * size, (2 * head + 1) * size) for head in heads]
+        order += [Piece(query, (2 * head + 1) * size, (2 * head + 2) * size) for head in heads]
+        order += [Piece(name, group * size, (group + 1) * size) for name in (key, value)]
+    return Reordered(
+        names=(f"{ours}.linear_qkv.weight",),
+        sources={
+            query: (2 * num_heads * size, hidden_size),
+            key: (num_groups * size, hidden_size),
+            value: (num_groups * size, hidden_size),
+        },
+        order=tuple(order),
+    )
+
+
+def _gated_delta_net(fields: Fields, ours: str, theirs: str) -> list[Mapping]:
+    """Return linear attention: what belongs to a key's head is together, see `GatedDeltaNet`."""
+    hidden_size, kernel = fields["hidden_size"], fields["linear_conv_kernel_dim"]
+    num_keys, num_values = fields["linear_num_key_heads"], fields["linear_num_value_heads"]
+    keys = num_keys * fields["linear_key_head_dim"]
+    values = num_values * fields["linear_value_head_dim"]
+    conv = f"{theirs}.conv1d.weight"
+    found: list[Mapping] = [
+        Qkv(
+            names=(f"{ours}.in_proj.weight",),
+            sources={
+                f"{theirs}.in_proj_qkvz.weight": (2 * keys + 2 * values, hidden_size),
+                f"{theirs}.in_proj_ba.weight": (2 * num_values, hidden_size),
+            },
+            num_groups=num_keys,
+        ),
+        Reordered(
+            names=(f"{ours}.conv_weight",),
+            sources={conv: (2 * keys + values, 1, kernel)},
+            order=_sections(conv, keys, keys, values, num_groups=num_keys),
+        ),
+        Mapping(
+            names=(f"{ours}.norm_weight",),
+            sources={f"{theirs}.norm.weight": (fields["linear_value_head_dim"],)},
+        ),
+        Mapping(
+            names=(f"{ours}.out_proj.weight",),
+            sources={f"{theirs}.out_proj.weight": (hidden_size, values)},
+            dim=1,
+        ),
+    ]
+    found += [
+        Mapping(names=(f"{ours}.{name}",), sources={f"{theirs}.{name}": (num_values,)}, dim=0)
+        for name in ("dt_bias", "A_log")
+    ]
+    return found
+
+
 def _attention(architecture: Architecture, layer: int) -> list[Mapping]:
     fields = architecture.transformer
     hidden_size, head_size = fields["hidden_size"], fields["kv_channels"]
@@ -308,6 +459,8 @@ def _attention(architecture: Architecture, layer: int) -> list[Mapping]:
     ours, theirs = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
     if fields.get("multi_latent_attention"):
         return _latent_attention(fields, ours, theirs)
+    if architecture.is_linear(layer):
+        return _gated_delta_net(fields, ours, f"model.layers.{layer}.linear_attn")
     rows = {"q_proj": num_heads, "k_proj": num_groups, "v_proj": num_groups}
     rows = {f"{theirs}.{name}": heads * head_size for name, heads in rows.items()}
     mappings: list[Mapping] = [
@@ -317,7 +470,10 @@ def _attention(architecture: Architecture, layer: int) -> list[Mapping]:
             num_groups=num_groups,
         )
     ]
-    if fields["add_qkv_bias"]:
+    if fields.get("attention_output_gate"):
+        mappings = [_gated_qkv(fields, ours, theirs)]
+    has_biases = fields["add_bias_linear"]
+    if fields["add_qkv_bias"] or has_biases:
         mappings.append(
             Qkv(
                 names=(f"{ours}.linear_qkv.bias",),
@@ -332,6 +488,21 @@ def _attention(architecture: Architecture, layer: int) -> list[Mapping]:
             dim=1,
         )
     )
+    if has_biases:
+        mappings.append(
+            Mapping(
+                names=(f"{ours}.linear_proj.bias",),
+                sources={f"{theirs}.o_proj.bias": (hidden_size,)},
+            )
+        )
+    if fields.get("softmax_type") == "learnable":
+        mappings.append(
+            Mapping(
+                names=(f"{ours}.core_attention.softmax_offset",),
+                sources={f"{theirs}.sinks": (num_heads,)},
+                dim=0,
+            )
+        )
     if fields.get("norm_of_all_heads"):
         mappings += [
             Mapping(
@@ -405,9 +576,16 @@ def _experts(architecture: Architecture, layer: int, names: LayerNames) -> list[
     mappings = [
         Mapping(
             names=(f"{ours}.router.weight",),
-            sources={f"{theirs}.gate.weight": (num_experts, hidden_size)},
+            sources={f"{theirs}.{names.router}.weight": (num_experts, hidden_size)},
         )
     ]
+    if fields["add_bias_linear"]:
+        mappings.append(
+            Mapping(
+                names=(f"{ours}.router.bias",),
+                sources={f"{theirs}.{names.router}.bias": (num_experts,)},
+            )
+        )
     if fields.get("moe_router_enable_expert_bias"):
         mappings.append(
             Mapping(
@@ -415,6 +593,8 @@ def _experts(architecture: Architecture, layer: int, names: LayerNames) -> list[
                 sources={f"{theirs}.gate.e_score_correction_bias": (num_experts,)},
             )
         )
+    if names.stacked_experts:
+        return mappings + _stacked_experts(fields, f"{ours}.experts", f"{theirs}.experts")
     for expert in range(num_experts):
         mappings += _gated_projections(
             f"{ours}.experts.local_experts.{expert}",
@@ -425,6 +605,29 @@ def _experts(architecture: Architecture, layer: int, names: LayerNames) -> list[
             names=names,
         )
     return mappings + _shared_expert(fields, ours, f"{theirs}.{names.shared_expert}")
+
+
+def _stacked_experts(fields: Fields, ours: str, theirs: str) -> list[Mapping]:
+    """Return the projections of experts that are stacked, and their biases."""
+    num_experts, hidden_size = fields["num_moe_experts"], fields["hidden_size"]
+    inner_size = fields["moe_ffn_hidden_size"]
+    tensors: list[tuple[str, str, Shape, int | None]] = [
+        ("linear_fc1.weight", "gate_up_proj", (hidden_size, 2 * inner_size), 0),
+        ("linear_fc1.bias", "gate_up_proj_bias", (2 * inner_size,), 0),
+        ("linear_fc2.weight", "down_proj", (inner_size, hidden_size), 1),
+        ("linear_fc2.bias", "down_proj_bias", (hidden_size,), None),
+    ]
+    return [
+        StackedExpert(
+            names=(f"{ours}.local_experts.{expert}.{own}",),
+            sources={f"{theirs}.{name}": (num_experts, *shape)},
+            dim=dim,
+            expert=expert,
+            interleaved=own.startswith("linear_fc1"),
+        )
+        for own, name, shape, dim in tensors
+        for expert in range(num_experts)
+    ]
 
 
 def _shared_expert(fields: Fields, ours: str, theirs: str) -> list[Mapping]:

@@ -43,15 +43,22 @@ from torch import nn
 
 from rl_megatron_worker.attention import PackedAttention
 from rl_megatron_worker.model.config import padded_vocab_size, uses_transformer_engine
-from rl_megatron_worker.model.experts import GroupedExperts, expert_layers, prepare_routers
+from rl_megatron_worker.model.experts import (
+    ExpertOutput,
+    GroupedExperts,
+    expert_layers,
+    prepare_routers,
+)
 from rl_megatron_worker.model.latent_attention import LatentAttention
 from rl_megatron_worker.model.layers import (
+    GatedAttention,
     NormOfAllHeads,
     NormThenAdd,
     RMSNorm,
     WindowRotaryAttention,
     sharded_weight,
 )
+from rl_megatron_worker.model.linear_attention import GatedDeltaNet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -253,9 +260,14 @@ def _block_spec(
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    with_experts, linear = layers_with_experts(config), _linear_layers(config)
     layers = [
-        _layer_spec(config, num_experts=config.num_moe_experts if is_moe else None)
-        for is_moe in layers_with_experts(config)[first : first + num_layers]
+        _layer_spec(
+            config,
+            num_experts=config.num_moe_experts if with_experts[layer] else None,
+            is_linear=linear[layer],
+        )
+        for layer in range(first, first + num_layers)
     ]
     # Without a norm of its own the block would end in `WrappedTorchNorm`.
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)  # type: ignore[arg-type]
@@ -277,11 +289,11 @@ class _LocalModules(LocalSpecProvider):
     ) -> tuple[type, MLPSubmodules | None]:
         """Return the experts' module and their layers."""
         return GroupedExperts, MLPSubmodules(
-            linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear()
+            linear_fc1=self.column_parallel_linear(), linear_fc2=ExpertOutput
         )
 
 
-def _layer_spec(config: DecoderConfig, *, num_experts: int | None) -> ModuleSpec:
+def _layer_spec(config: DecoderConfig, *, num_experts: int | None, is_linear: bool) -> ModuleSpec:
     modules = _LocalModules()
     norm_before = modules.layer_norm() if config.norm_before else IdentityOp
     # Annotated as a module, but Megatron-core passes functions too.
@@ -293,11 +305,14 @@ def _layer_spec(config: DecoderConfig, *, num_experts: int | None) -> ModuleSpec
     names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     if num_experts is None:
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    attention = _attention_spec(config, modules)
+    if is_linear:
+        attention = ModuleSpec(module=GatedDeltaNet)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm_before,
-            self_attention=_attention_spec(config, modules),
+            self_attention=attention,
             self_attn_bda=add_residual,
             pre_mlp_layernorm=norm_before,
             mlp=get_mlp_module_spec_for_backend(backend=modules, num_experts=num_experts),
@@ -336,9 +351,21 @@ def _attention_spec(config: DecoderConfig, modules: _LocalModules) -> ModuleSpec
         q_layernorm=query_norm,
         k_layernorm=key_norm,
     )
-    has_window_base = config.window_rotary_base is not None
-    module = WindowRotaryAttention if has_window_base else SelfAttention
+    module = SelfAttention
+    if config.window_rotary_base is not None:
+        module = WindowRotaryAttention
+    elif config.attention_output_gate:
+        module = GatedAttention
     return ModuleSpec(module=module, params=causal, submodules=attention)
+
+
+def _linear_layers(config: DecoderConfig) -> list[bool]:
+    """Return for every layer of the model whether its attention is linear."""
+    pattern = config.linear_attention_freq
+    if pattern is None:
+        return [False] * config.num_layers
+    assert isinstance(pattern, list), pattern
+    return [bool(each) for each in pattern]
 
 
 def layers_with_experts(config: DecoderConfig) -> list[bool]:

@@ -49,6 +49,11 @@ class Architecture:
             return False
         return self.transformer["moe_layer_freq"][layer] == 1
 
+    def is_linear(self, layer: int) -> bool:
+        """Return whether the attention of a layer, counted from 0, is linear."""
+        pattern = self.transformer.get("linear_attention_freq")
+        return pattern is not None and pattern[layer] == 1
+
 
 @dataclass
 class DecoderConfig(MLATransformerConfig):
@@ -79,6 +84,19 @@ class DecoderConfig(MLATransformerConfig):
     router_scores_per_group: int | None = None
     """How many of a group's best experts its score is the sum of; None: as Megatron-core has it,
     `moe_router_topk // moe_router_group_topk`."""
+
+    def __post_init__(self) -> None:
+        """Complete the fields, and check them as Megatron-core does."""
+        # Megatron-core refuses biases of experts with expert-tensor parallelism, which
+        # `ExpertOutput` adds once, and gates with latent attention, which no model has.
+        allowed = {
+            name: getattr(self, name) for name in ("add_bias_linear", "attention_output_gate")
+        }
+        for name in allowed:
+            setattr(self, name, False)
+        super().__post_init__()
+        for name, value in allowed.items():
+            setattr(self, name, value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

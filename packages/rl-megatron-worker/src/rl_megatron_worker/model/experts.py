@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch.distributed as dist
     from megatron.core.transformer.moe.router import TopKRouter
     from torch import nn
 
@@ -92,7 +94,7 @@ class GroupedExperts(SequentialMLP):
         tokens_per_expert: torch.Tensor,
         permuted_probs: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the outputs of the tokens, `[tokens, hidden_size]`, and no bias.
+        """Return the outputs of the tokens, `[tokens, hidden_size]`, biases added, and no bias.
 
         Args:
             permuted_local_hidden_states: `[tokens, hidden_size]`, those of an expert together.
@@ -106,14 +108,20 @@ class GroupedExperts(SequentialMLP):
         # An expert with the weights of all: its activation is Megatron-core's, fused or not.
         together: Any = copy.copy(self.local_experts[0])
         together._modules = {}
-        together.linear_fc1 = _GroupedLinear(self._weights("linear_fc1"), ends)
+        experts = cast("list[Any]", [*self.local_experts])
+        first = [expert.linear_fc1.bias for expert in experts]
+        together.linear_fc1 = _GroupedLinear(self._weights("linear_fc1"), ends, biases=first)
         together.linear_fc2 = _GroupedLinear(self._weights("linear_fc2"), ends)
-        return together.forward(permuted_local_hidden_states, permuted_probs)
+        output, _ = together.forward(permuted_local_hidden_states, permuted_probs)
+        if self.config.add_bias_linear:
+            last = [expert.linear_fc2.shared_bias() for expert in experts]
+            biases = _of_tokens(last, ends, num_tokens=len(output))
+            output = output + (biases * permuted_probs[:, None]).type_as(output)
+        return output, None
 
     def _can_be_grouped(self) -> bool:
-        """Return whether the experts have no biases, and sizes that the kernel takes."""
-        config = self.config
-        if self.num_local_experts == 1 or config.add_bias_linear or config.moe_apply_probs_on_input:
+        """Return whether there are several experts, of sizes that the kernel takes."""
+        if self.num_local_experts == 1 or self.config.moe_apply_probs_on_input:
             return False
         first = [self._weights(name)[0] for name in ("linear_fc1", "linear_fc2")]
         return all(
@@ -128,12 +136,73 @@ class GroupedExperts(SequentialMLP):
 class _GroupedLinear:
     """Calls the linear layers of all experts, each with its own tokens."""
 
-    def __init__(self, weights: Sequence[torch.Tensor], ends: torch.Tensor) -> None:
+    def __init__(
+        self,
+        weights: Sequence[torch.Tensor],
+        ends: torch.Tensor,
+        *,
+        biases: Sequence[torch.Tensor | None] = (None,),
+    ) -> None:
         self._weights = weights
         self._ends = ends
+        self._biases = [bias for bias in biases if bias is not None]
 
-    def __call__(self, tokens: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return cast("torch.Tensor", _GroupedProduct.apply(tokens, self._ends, *self._weights)), None
+    def __call__(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output = cast("torch.Tensor", _GroupedProduct.apply(tokens, self._ends, *self._weights))
+        if not self._biases:
+            return output, None
+        return output, _of_tokens(self._biases, self._ends, num_tokens=len(tokens))
+
+
+def _of_tokens(
+    biases: Sequence[torch.Tensor], ends: torch.Tensor, *, num_tokens: int
+) -> torch.Tensor:
+    """Return the bias of each token's expert, `[tokens, size]`.
+
+    Args:
+        biases: Of each expert, `[size]`.
+        ends: `[experts]`: where the tokens of each end.
+        num_tokens: Their total, which the host knows without waiting for the device.
+    """
+    places = torch.arange(num_tokens, device=ends.device)
+    experts = torch.searchsorted(ends, places.to(ends.dtype), right=True)
+    return torch.stack(list(biases)).index_select(0, experts)
+
+
+class ExpertOutput(RowParallelLinear):
+    """An expert's second projection, whose bias is added once over expert-tensor-parallel ranks.
+
+    Megatron-core would add it on each rank, before their outputs are summed, and refuses that.
+    """
+
+    def __init__(self, *args: Any, **arguments: Any) -> None:
+        super().__init__(*args, **arguments)
+        if self.bias is not None:
+            # Ranks may hold other experts, and those of one hold the full gradient.
+            self.bias.sequence_parallel = False  # type: ignore[attr-defined]
+
+    def shared_bias(self) -> torch.Tensor:
+        """Return this rank's share of the bias, `[hidden_size]`."""
+        assert self.bias is not None
+        num_ranks = cast("dist.ProcessGroup", self.tp_group).size()
+        return cast("torch.Tensor", _Share.apply(self.bias, num_ranks))
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the output of this rank's units, and its share of the bias."""
+        output, bias = super().forward(input_)
+        return output, None if bias is None else self.shared_bias()
+
+
+class _Share(torch.autograd.Function):
+    """A rank's share of a sum, `values / num_ranks`, whose gradient is that of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, num_ranks: int) -> torch.Tensor:
+        return values / num_ranks
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad, None
 
 
 class _GroupedProduct(torch.autograd.Function):

@@ -192,6 +192,14 @@ class WindowRotaryAttention(SelfAttention):
         return super().forward(hidden_states, *args, **arguments)
 
 
+class GatedAttention(SelfAttention):
+    """Self-attention with gates on the outputs of its heads."""
+
+    def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        # Megatron-core's is compiled when it is called, also where there is no compiler.
+        return x * torch.sigmoid(gate.reshape(x.shape))
+
+
 class _SumOverRanks(torch.autograd.Function):
     """The sum over tensor-parallel ranks, each of which goes on in a way of its own."""
 

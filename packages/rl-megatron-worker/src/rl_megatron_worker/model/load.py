@@ -35,6 +35,8 @@ _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 _PLACE = re.compile(r"^decoder\.layers\.\d+\.|^[^.]+\.(?:final_layernorm\.)?")
 # Old checkpoints store the rotary frequencies, which follow from the config.
 _NOT_READ = re.compile(r"\.rotary_emb\.inv_freq$")
+# Their configs do not say whether the files have such layers.
+_WITH_NEXT_TOKENS_APART = ("qwen3_next",)
 _MAX_NAMED = 5
 
 
@@ -175,19 +177,21 @@ def _next_token_layers(
 ) -> set[str]:
     """Return the tensors of layers that predict further tokens, and log that they are left out.
 
-    They follow the model's own layers, and transformers does not read them either.
+    They follow the model's own layers, or are apart from them; transformers does not read them
+    either.
     """
     first = hf_config.num_hidden_layers
     # The second is the name in files of configs.
     count = getattr(hf_config, "num_mtp_layers", getattr(hf_config, "num_nextn_predict_layers", 0))
-    prefixes = tuple(f"model.layers.{layer}." for layer in range(first, first + (count or 0)))
-    found = {name for name in names if name.startswith(prefixes)}
+    prefixes = [f"model.layers.{layer}." for layer in range(first, first + (count or 0))]
+    if hf_config.model_type in _WITH_NEXT_TOKENS_APART:
+        prefixes.append("mtp.")
+    found = {name for name in names if name.startswith(tuple(prefixes))}
     if found and dist.get_rank() == 0:
         logger.warning(
-            "policy.model_name=%r: its %d layers for multi-token prediction are left out: they are "
+            "policy.model_name=%r: its layers for multi-token prediction are left out: they are "
             "neither trained nor exported",
             model_name,
-            count,
         )
     return found
 

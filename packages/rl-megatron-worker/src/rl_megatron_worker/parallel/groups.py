@@ -141,6 +141,9 @@ def check_sizes(
         ("query groups", groups, "tensor_model_parallel_size", tensor),
         ("MLP units", fields["ffn_hidden_size"], "tensor_model_parallel_size", tensor),
     ]
+    if any(fields.get("linear_attention_freq") or ()):
+        heads = fields["linear_num_key_heads"]
+        divisions.append(("linear key heads", heads, "tensor_model_parallel_size", tensor))
     if layout.sequence_parallel:
         hidden = fields["hidden_size"]
         divisions.append(("hidden units", hidden, "tensor_model_parallel_size", tensor))

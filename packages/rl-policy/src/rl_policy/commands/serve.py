@@ -28,9 +28,9 @@ from rl_policy.config import (
 )
 from rl_policy.generation.state import INITIAL_VERSION
 from rl_policy.generation.vllm.config import generation_of_policy
-from rl_policy.generation.vllm.serving import ServerSettings, listen
+from rl_policy.generation.vllm.serving import MAX_REQUEST_BYTES, ServerSettings, listen
 from rl_policy.ray.cluster import RayVirtualCluster
-from rl_policy.ray.worker_group import WorkerGroupError
+from rl_policy.ray.failures import WorkerGroupError
 from rl_policy.run.directory import CheckpointManager, RunDirectory, keep_secret
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class ServeSection(Section):
     """The template of conversations: a file, or the text itself. null: the tokenizer's."""
     tool_call_parser: str | None = None
     """vLLM's parser of the model's tool calls, such as hermes. null: calls stay text."""
-    max_request_bytes: int = Field(default=16 * 2**20, ge=1024, le=MOST)
+    max_request_bytes: int = Field(default=MAX_REQUEST_BYTES, ge=1024, le=MOST)
     """Most bytes of a request's body. A long conversation has some hundred thousand."""
 
 
@@ -128,7 +128,7 @@ def serve(config: ServeConfig, options: ServeOptions, *, tell: Callable[[str], N
     with ExitStack() as leaving:
         key = api_key(options.key_file)
         # What takes long must not end with a port that is taken.
-        listen(_require_address(options.host), options.port).close()
+        _require_free(_require_address(options.host), options.port)
         model, version = leaving.enter_context(_served_model(options))
         engines = leaving.enter_context(_open_engines(config, model, version))
         section = config.serve
@@ -184,6 +184,13 @@ def _require_address(host: str) -> str:
     except ValueError:
         raise ValueError(f"--host {host!r} must be an IP address, such as 127.0.0.1") from None
     return host
+
+
+def _require_free(host: str, port: int) -> None:
+    try:
+        listen(host, port).close()
+    except OSError as error:
+        raise ValueError(f"--host {host} --port {port}: {error.strerror}") from None
 
 
 def _run_at(target: str) -> RunDirectory | None:

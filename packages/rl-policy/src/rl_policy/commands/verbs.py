@@ -269,7 +269,7 @@ def _end_of_server(run: Callable[[], int]) -> NoReturn:
     Args:
         run: Returns the number of the signal if it has caught one itself, else 0.
     """
-    from rl_policy.ray.worker_group import WorkerGroupError, death_behind
+    from rl_policy.ray.failures import WorkerGroupError, death_behind
 
     with interrupted_by_signals() as received:
         try:

@@ -27,6 +27,7 @@ from rl_policy.config.policy import (
     DEFAULT_POLICY,
     Settings,
     merge_policy,
+    naming_section,
     resolve_policy,
 )
 from rl_policy.config.sections import (
@@ -64,6 +65,7 @@ __all__ = [
     "join_settings",
     "load_run_config",
     "merge_policy",
+    "naming_section",
     "nest",
     "new_run_config",
     "override_resumed",

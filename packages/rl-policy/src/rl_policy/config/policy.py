@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from rl_interfaces import resolve_policy_config
@@ -15,6 +17,9 @@ section of its own."""
 
 BUILTIN_MODEL = "builtin"
 """The value of `policy.model_name` for the model that a run builds."""
+
+_MODEL_KEY = re.compile(r"(?<![\w.])policy\.model_name\b")
+_SECTION = re.compile(r"(?<![\w.])policy\.(?=\w)")
 
 DEFAULT_POLICY: Settings = {
     # Runs everywhere. bfloat16 is the better choice on a recent GPU.
@@ -91,6 +96,30 @@ def resolve_policy(policy: Mapping[str, object], *, path: str = "policy") -> Set
             "renames a checkpoint once it is saved: leave it out, or drive a Policy yourself"
         )
     return resolved
+
+
+@contextmanager
+def naming_section(path: str, *, model_key: str | None = None) -> Iterator[None]:
+    """Let errors of a policy beside the run's own name its keys as the user writes them.
+
+    To its backend every policy is the section `policy`.
+
+    Example, of `naming_section("ppo.value_policy", model_key="ppo.value_model")`:
+        policy.precision=float7      -> ppo.value_policy.precision=float7
+        policy.model_name='missing'  -> ppo.value_model='missing'
+
+    Args:
+        path: Of its section.
+        model_key: The key that names its model. None: `model_name` of the section.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if error.args and isinstance(error.args[0], str):
+            text = _MODEL_KEY.sub(model_key or f"{path}.model_name", error.args[0])
+            # In place, as it has a class, a cause and notes of its own.
+            error.args = (_SECTION.sub(f"{path}.", text), *error.args[1:])
+        raise
 
 
 def _optimizer_name(policy: Mapping[str, object]) -> object:

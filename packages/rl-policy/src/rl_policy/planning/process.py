@@ -158,7 +158,7 @@ def _subject(request: Mapping[str, Any]) -> Subject:
             "rl-policy plan counts one: plan each as a policy of grpo, of which the other's "
             "parameters are off while it works"
         )
-    policy = dict(recipe.policies(config)[0])
+    policy = dict(next(iter(recipe.policies(config).values())))
     backend = backends.TrainingBackend.of_config(policy)
     if not hasattr(backend.worker_class, "repeated_layers"):
         raise NotImplementedError(

@@ -8,7 +8,7 @@ of `rl-policy`; nothing else has to know it. `docs/pages/how-to/write-a-recipe.m
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -27,8 +27,8 @@ ENTRY_POINT_GROUP = "rl_policy.recipes"
 InputsT = TypeVar("InputsT", bound="RunInputs")
 
 
-def _policy_alone(config: RunConfig) -> Sequence[Settings]:
-    return [config.policy]
+def _policy_alone(config: RunConfig) -> Mapping[str, Settings]:
+    return {"policy": config.policy}
 
 
 def _accept(config: RunConfig) -> None:
@@ -59,8 +59,9 @@ class Recipe(Generic[InputsT]):
         expand: Returns the given nested settings with those that a key stands for, such as a
             preset; what is given takes precedence. It leaves wrong values to the sections' checks.
         check: Raises `ValueError` if keys of the configuration contradict each other.
-        policies: Returns the complete sections `policy` that it opens policies with, for the
-            training backend to validate.
+        policies: Returns the complete sections `policy` that it opens policies with, by their paths
+            in the configuration, for the training backend to validate. The first is what is
+            trained.
         defaults: Values of `policy` for any model, over the command line's own.
         builtin: Values of its sections, and of `policy`, for the model that a run builds.
         num_policies: How many of them are open at a time, on the same devices.
@@ -77,7 +78,7 @@ class Recipe(Generic[InputsT]):
     measure: Callable[[Session[InputsT], str], StepMetrics] | None = None
     expand: Callable[[Settings], Settings] = _as_given
     check: Callable[[RunConfig], None] = _accept
-    policies: Callable[[RunConfig], Sequence[Settings]] = _policy_alone
+    policies: Callable[[RunConfig], Mapping[str, Settings]] = _policy_alone
     defaults: Settings = field(default_factory=dict)
     builtin: Mapping[str, Settings] = field(default_factory=dict)
     num_policies: int = 1

@@ -28,10 +28,10 @@ from rl_policy.config import (
     Section,
     Settings,
     merge_policy,
+    naming_section,
     resolve_policy,
 )
 from rl_policy.data.batches import Batch, ProblemEncoder, completion_batch
-from rl_policy.data.datasets import open_stream
 from rl_policy.losses import DistillationLoss
 from rl_policy.policy import Policy
 from rl_policy.recipes import Recipe
@@ -40,9 +40,16 @@ from rl_policy.recipes.policy_gradient_config import (
     check_delta,
     check_refit,
 )
-from rl_policy.recipes.sft import SFT, SftSection, fine_tune, prepare_sft, sft_policy
+from rl_policy.recipes.sft import (
+    SFT,
+    SFT_PATH,
+    SftSection,
+    fine_tune,
+    prepare_sft,
+    sft_policy,
+)
 from rl_policy.run.directory import RunState
-from rl_policy.run.evaluation import greedy_accuracy, measuring_a_step, sample
+from rl_policy.run.evaluation import heldout_accuracy, measuring_a_step, sample
 from rl_policy.run.inputs import (
     ProblemInputs,
     check_language_model,
@@ -56,6 +63,9 @@ from rl_policy.run.machine import check_model_files
 from rl_policy.run.metrics import StepMetrics, mean_metrics
 from rl_policy.run.samplers import Sampler, counting_move, open_sampler, weight_version
 from rl_policy.run.session import Session, open_policy, run_loop
+
+_PATH = "distill.teacher_policy"
+_MODEL = "distill.teacher"
 
 
 class DistillSection(Section):
@@ -137,14 +147,14 @@ def teacher_policy(config: RunConfig) -> Settings:
     for backend, key in (("dtensor_cfg", "lora"), ("megatron_cfg", "peft")):
         if key in merged.get(backend, {}):
             merged[backend][key]["enabled"] = False
-    return resolve_policy(merged, path="distill.teacher_policy")
+    return resolve_policy(merged, path=_PATH)
 
 
 def check_distill(config: RunConfig) -> None:
     """Raise `ValueError` if keys contradict each other."""
     section, refit = config.section(DistillSection), config.section(RefitSection)
     check_sampling(config)
-    check_language_model(teacher_policy(config), path="distill.teacher_policy")
+    check_language_model(teacher_policy(config), path=_PATH)
     if section.teacher is None and not config.has_builtin_model:
         raise ValueError(
             f"distill.teacher is not set, and policy.model_name={config.policy['model_name']!r} "
@@ -174,8 +184,9 @@ def prepare_distill(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs
     teacher = teacher_policy(config)
     size = len(encoder.tokenizer)
     if section.teacher is not None:
-        check_model_files(teacher, key="distill.teacher")
-        size = check_vocabulary(teacher, encoder, key="distill.teacher")
+        with naming_section(_PATH, model_key=_MODEL):
+            check_model_files(teacher, key=_MODEL)
+            size = check_vocabulary(teacher, encoder, key=_MODEL)
     if section.top_k > size:
         raise ValueError(
             f"distill.top_k={section.top_k} is more than the {size} tokens of the vocabulary"
@@ -228,13 +239,14 @@ def measure_distill(session: Session[ProblemInputs], model: str) -> DistillMetri
 def _open_teacher(session: Session[ProblemInputs], model: str) -> Iterator[Policy]:
     """Yield the teacher, off the devices; end its processes afterwards."""
     config: Any = {**teacher_policy(session.config), "model_name": model}
-    teacher = Policy(
-        session.cluster,
-        config,
-        session.inputs.tokenizer,
-        init_optimizer=False,
-        init_reference_model=False,
-    )
+    with naming_section(_PATH, model_key=_MODEL):
+        teacher = Policy(
+            session.cluster,
+            config,
+            session.inputs.tokenizer,
+            init_optimizer=False,
+            init_reference_model=False,
+        )
     try:
         teacher.offload_after_refit()
         yield teacher
@@ -275,11 +287,8 @@ class DistillTrainer:
         self._sampler = sampler
         self._teacher = teacher
         self._samples = session.samples
-        self._stream = open_stream(
-            session.inputs.problems.train,
-            weights=session.config.data.weights,
-            seed=session.config.seed,
-            position=start.data_position,
+        self._stream = session.open_stream(
+            session.inputs.problems.train, position=start.data_position
         )
 
     @property
@@ -344,7 +353,7 @@ class DistillTrainer:
         with watch.phase("move_s"):
             self._policy.offload_after_refit()
             self._teacher.prepare_for_lp_inference()
-        with watch.phase("teacher_s"):
+        with naming_section(_PATH), watch.phase("teacher_s"):
             batch.update(self._teacher.get_topk_logits(batch, self._config.top_k))
         with watch.phase("move_s"):
             self._teacher.offload_after_refit()
@@ -359,17 +368,14 @@ class DistillTrainer:
         return means
 
     def _accuracy(self, step: int) -> float:
-        heldout = self._inputs.problems.heldout
-        with self._sampler.after_step(step) as source:
-            return greedy_accuracy(
-                source, heldout, inputs=self._inputs, samples=self._samples, step=step
-            )
+        moved = self._sampler.after_step(step)
+        return heldout_accuracy(moved, inputs=self._inputs, samples=self._samples, step=step)
 
 
-def _policies(config: RunConfig) -> list[Settings]:
+def _policies(config: RunConfig) -> dict[str, Settings]:
     has_own_teacher = config.section(DistillSection).teacher is None
-    first = [sft_policy(config)] if has_own_teacher else []
-    return [config.policy, teacher_policy(config), *first]
+    first = {SFT_PATH: sft_policy(config)} if has_own_teacher else {}
+    return {"policy": config.policy, _PATH: teacher_policy(config), **first}
 
 
 DISTILL = Recipe(

@@ -29,13 +29,12 @@ from rl_policy.config import (
     Settings,
 )
 from rl_policy.data.batches import Batch, completion_batch
-from rl_policy.data.datasets import open_stream
 from rl_policy.data.rewards import mean_parts
 from rl_policy.environments.rollouts import episode_metrics
 from rl_policy.generation.vllm.config import complete_section
 from rl_policy.generation.vllm.requests import mean_staleness
 from rl_policy.policy import Policy
-from rl_policy.ray.worker_group import WorkerDiedError, death_behind
+from rl_policy.ray.failures import WorkerDiedError, death_behind
 from rl_policy.recipes import Recipe
 from rl_policy.recipes.async_rollouts import (
     AsyncRollouts,
@@ -68,11 +67,11 @@ from rl_policy.recipes.policy_gradient import (
     valid_rewards,
     warm_up,
 )
-from rl_policy.recipes.policy_gradient_config import build_loss, has_warm_up
+from rl_policy.recipes.policy_gradient_config import build_loss, warm_up_policies
 from rl_policy.recipes.resampling import resample
-from rl_policy.recipes.sft import SFT, SftSection, sft_policy
+from rl_policy.recipes.sft import SFT, SftSection
 from rl_policy.run.directory import RunState
-from rl_policy.run.evaluation import greedy_accuracy, measuring_a_step
+from rl_policy.run.evaluation import heldout_accuracy, measuring_a_step
 from rl_policy.run.flops import DeviceSpeed
 from rl_policy.run.inputs import ProblemInputs
 from rl_policy.run.metrics import plot_reward, read_metrics
@@ -168,11 +167,8 @@ class GrpoTrainer:
         )
         self._samples = session.samples
         self._speed = DeviceSpeed.of_run(session.config, model=model)
-        self._stream = open_stream(
-            session.inputs.problems.train,
-            weights=session.config.data.weights,
-            seed=session.config.seed,
-            position=start.data_position,
+        self._stream = session.open_stream(
+            session.inputs.problems.train, position=start.data_position
         )
         is_asynchronous = plan_rollouts(session.config) is not None
         self._timeline = Timeline(session.directory.timeline if is_asynchronous else None)
@@ -387,14 +383,11 @@ class GrpoTrainer:
         return measured
 
     def _accuracy(self, step: int) -> float:
-        def measure() -> float:
-            with self._after_step(step) as source:
-                heldout = self._inputs.problems.heldout
-                return greedy_accuracy(
-                    source, heldout, inputs=self._inputs, samples=self._samples, step=step
-                )
-
-        return self._replacing_engines(measure)
+        return self._replacing_engines(
+            lambda: heldout_accuracy(
+                self._after_step(step), inputs=self._inputs, samples=self._samples, step=step
+            )
+        )
 
 
 def _open_rollouts(
@@ -408,12 +401,7 @@ def _open_rollouts(
     rollouts = AsyncRollouts(
         plan,
         too_old=config.section(AsyncSection).too_old,
-        open_stream=lambda position: open_stream(
-            inputs.problems.train,
-            weights=config.data.weights,
-            seed=config.seed,
-            position=position,
-        ),
+        open_stream=lambda position: session.open_stream(inputs.problems.train, position=position),
         sampler=_group_sampler(config, inputs, timeline=timeline),
         ledger=TrainedLedger(session.directory.trained, step=start.step),
         timeout_s=complete_section(config.policy["generation"])["generate_timeout_s"],
@@ -435,8 +423,8 @@ def _group_sampler(config: RunConfig, inputs: ProblemInputs, *, timeline: Timeli
     return CompletionGroups(encoder.prompt_batch, group_size=group_size, pad_id=encoder.pad_id)
 
 
-def _policies(config: RunConfig) -> list[Settings]:
-    return [config.policy, *([sft_policy(config)] if has_warm_up(config) else [])]
+def _policies(config: RunConfig) -> dict[str, Settings]:
+    return {"policy": config.policy} | warm_up_policies(config)
 
 
 GRPO = Recipe(

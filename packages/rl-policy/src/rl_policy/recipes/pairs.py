@@ -19,7 +19,6 @@ from rl_policy.data.datasets import (
     PreferencePair,
     arithmetic_pairs,
     divide_pairs,
-    open_stream,
     read_pairs,
 )
 from rl_policy.losses import ROWS_PER_PAIR
@@ -123,12 +122,7 @@ class PairTrainer:
         self._num_pairs = config.policy["train_global_batch_size"] // ROWS_PER_PAIR
         self._encoder = session.inputs.encoder
         self.policy = policy
-        self._stream = open_stream(
-            session.inputs.pairs.train,
-            weights=config.data.weights,
-            seed=config.seed,
-            position=start.data_position,
-        )
+        self._stream = session.open_stream(session.inputs.pairs.train, position=start.data_position)
         # One global batch, so that means are over all held-out pairs; what a recipe adds to it is
         # computed once. Rounded up to full pairs per data-parallel rank; the missing rows are
         # masked, as in any short last step.

@@ -23,7 +23,7 @@ from rl_policy.config import (
 )
 from rl_policy.generation.vllm.config import complete_section
 from rl_policy.losses import ClippedPGLoss, Clipping, ImportanceMode, KLEstimator, RatioLevel
-from rl_policy.recipes.sft import sft_policy
+from rl_policy.recipes.sft import SFT_PATH, sft_policy
 from rl_policy.run.inputs import check_language_model, check_sampling
 
 KLPlace: TypeAlias = Literal["loss", "reward", "reward_to_go"]
@@ -145,10 +145,15 @@ def has_warm_up(config: RunConfig) -> bool:
     return default if configured is None else configured
 
 
+def warm_up_policies(config: RunConfig) -> dict[str, Settings]:
+    """Return the section `policy` of the supervised fine-tuning by its path, if there is one."""
+    return {SFT_PATH: sft_policy(config)} if has_warm_up(config) else {}
+
+
 def check_rollouts(config: RunConfig) -> None:
     """Raise `ValueError` if what is sampled, rewarded and sent to engines contradicts itself."""
     check_sampling(config)
-    check_language_model(sft_policy(config), path="sft.policy")
+    check_language_model(sft_policy(config), path=SFT_PATH)
     _check_adapters(config)
     check_batch_size(config, config.policy)
     _check_environment(config)

@@ -28,10 +28,10 @@ from rl_policy.config import (
     RunConfig,
     Settings,
     merge_policy,
+    naming_section,
     resolve_policy,
 )
 from rl_policy.data.batches import Batch, ProblemEncoder, completion_batch
-from rl_policy.data.datasets import open_stream
 from rl_policy.data.rewards import mean_parts
 from rl_policy.environments.rollouts import episode_metrics
 from rl_policy.losses import (
@@ -70,11 +70,11 @@ from rl_policy.recipes.policy_gradient_config import (
     build_loss,
     check_batch_size,
     check_rollouts,
-    has_warm_up,
+    warm_up_policies,
 )
-from rl_policy.recipes.sft import SFT, SftSection, sft_policy
+from rl_policy.recipes.sft import SFT, SftSection
 from rl_policy.run.directory import RunState
-from rl_policy.run.evaluation import greedy_accuracy, measuring_a_step
+from rl_policy.run.evaluation import heldout_accuracy, measuring_a_step
 from rl_policy.run.flops import DeviceSpeed
 from rl_policy.run.inputs import (
     ProblemInputs,
@@ -88,6 +88,8 @@ from rl_policy.run.samplers import Sampler, counting_move, weight_version
 from rl_policy.run.session import Session, open_policy, run_loop
 
 _VALUE = "value"
+_PATH = "ppo.value_policy"
+_MODEL = "ppo.value_model"
 
 
 class PpoSection(PolicyGradientSection):
@@ -180,7 +182,7 @@ def value_policy(config: RunConfig) -> Settings:
         "dtensor_cfg": {"sequence_parallel": False, "lora": {"adapter_path": None}},
     }
     merged = merge_policy(config.policy, merge_sections(own, section.value_policy))
-    return resolve_policy(merged, path="ppo.value_policy")
+    return resolve_policy(merged, path=_PATH)
 
 
 def check_ppo(config: RunConfig) -> None:
@@ -208,7 +210,7 @@ def check_ppo(config: RunConfig) -> None:
             "ppo.value_policy.megatron_cfg.enabled=True, which is the policy's where it is not "
             "set: that backend has no value models, set ppo.value_policy.dtensor_cfg.enabled=true"
         )
-    check_batch_size(config, value, path="ppo.value_policy")
+    check_batch_size(config, value, path=_PATH)
     model = config.section(PpoSection).value_model
     if is_missing_directory(model or ""):
         raise ValueError(f"ppo.value_model={model!r} is no directory")
@@ -223,10 +225,11 @@ def prepare_ppo(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:
     """
     value = value_policy(config)
     num_steps, key = schedule_length(config)
-    check_schedule(value, num_steps=num_steps, key=key, path="ppo.value_policy")
+    check_schedule(value, num_steps=num_steps, key=key, path=_PATH)
     if config.section(PpoSection).value_model is not None:
-        check_model_files(value, key="ppo.value_model")
-        check_vocabulary(value, encoder, key="ppo.value_model")
+        with naming_section(_PATH, model_key=_MODEL):
+            check_model_files(value, key=_MODEL)
+            check_vocabulary(value, encoder, key=_MODEL)
     return prepare_rollouts(config, encoder)
 
 
@@ -278,19 +281,20 @@ class ValueModel:
         """Add `prev_values` `[batch, seq]`, of the state in which each token is sampled."""
         with watch.phase("move_s"):
             self._policy.prepare_for_lp_inference()
-        with watch.phase("value_s"):
+        with naming_section(_PATH), watch.phase("value_s"):
             batch["prev_values"] = token_values(self._policy.score(batch)["scores"])
 
     def train(self, batch: Batch, watch: Stopwatch) -> dict[str, float]:
         """Train on the `returns` of a batch, and leave the devices; return the mean metrics."""
-        means = train_epochs(
-            self._policy,
-            batch,
-            self._loss,
-            num_epochs=self._num_epochs,
-            watch=watch,
-            phase="value_s",
-        )
+        with naming_section(_PATH):
+            means = train_epochs(
+                self._policy,
+                batch,
+                self._loss,
+                num_epochs=self._num_epochs,
+                watch=watch,
+                phase="value_s",
+            )
         with watch.phase("move_s"):
             self._policy.offload_after_refit()
         return means
@@ -308,6 +312,7 @@ def _open_value_model(session: Session[ProblemInputs], model: str) -> Iterator[V
     with open_policy(
         session,
         value_policy(session.config),
+        path=_PATH,
         model=model,
         has_reference=False,
         checkpoint=None if latest is None else latest.within(_VALUE),
@@ -350,11 +355,8 @@ class PpoTrainer:
         self._scorer = BatchScorer(session.config, policy)
         self._samples = session.samples
         self._speed = DeviceSpeed.of_run(session.config, model=model)
-        self._stream = open_stream(
-            session.inputs.problems.train,
-            weights=session.config.data.weights,
-            seed=session.config.seed,
-            position=start.data_position,
+        self._stream = session.open_stream(
+            session.inputs.problems.train, position=start.data_position
         )
 
     @property
@@ -467,11 +469,8 @@ class PpoTrainer:
         return estimated, self._values.train(batch, watch)
 
     def _accuracy(self, step: int) -> float:
-        heldout = self._inputs.problems.heldout
-        with self._sampler.after_step(step) as source:
-            return greedy_accuracy(
-                source, heldout, inputs=self._inputs, samples=self._samples, step=step
-            )
+        moved = self._sampler.after_step(step)
+        return heldout_accuracy(moved, inputs=self._inputs, samples=self._samples, step=step)
 
 
 def add_advantages(
@@ -514,9 +513,9 @@ def add_advantages(
     return measured
 
 
-def _policies(config: RunConfig) -> list[Settings]:
-    first = [sft_policy(config)] if has_warm_up(config) else []
-    return [config.policy, value_policy(config), *first]
+def _policies(config: RunConfig) -> dict[str, Settings]:
+    own = {"policy": config.policy, _PATH: value_policy(config)}
+    return own | warm_up_policies(config)
 
 
 PPO = Recipe(

@@ -28,7 +28,6 @@ from rl_policy.config import (
     resolve_policy,
 )
 from rl_policy.data.batches import ProblemEncoder
-from rl_policy.data.datasets import open_stream
 from rl_policy.losses import NLLLoss
 from rl_policy.policy import Policy
 from rl_policy.recipes import Recipe
@@ -46,6 +45,9 @@ from rl_policy.run.metrics import StepMetrics, mean_metrics
 from rl_policy.run.session import Session, open_policy, run_loop
 
 _LOGGER = logging.getLogger(__name__)
+
+SFT_PATH = "sft.policy"
+"""Of the overrides of `policy` for supervised fine-tuning."""
 
 
 class SftSection(Section):
@@ -105,13 +107,13 @@ def sft_policy(config: RunConfig) -> Settings:
     merged = merge_policy(config.policy, own)
     # Only meaningful with engines: `colocated.enabled=False` contradicts sampling on the workers.
     merged.get("generation", {}).pop("colocated", None)
-    return resolve_policy(merged, path="sft.policy")
+    return resolve_policy(merged, path=SFT_PATH)
 
 
 def check_sft(config: RunConfig) -> None:
     """Raise `ValueError` if keys contradict each other."""
     check_sampling(config)
-    check_language_model(sft_policy(config), path="sft.policy")
+    check_language_model(sft_policy(config), path=SFT_PATH)
 
 
 def prepare_sft(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:
@@ -122,10 +124,10 @@ def prepare_sft(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:
     """
     sft = config.section(SftSection)
     key = f"sft.steps={sft.steps}"
-    check_schedule(sft_policy(config), num_steps=sft.steps, key=key, path="sft.policy")
+    check_schedule(sft_policy(config), num_steps=sft.steps, key=key, path=SFT_PATH)
     num_validation = 0 if sft.stop_pass_rate is None else config.data.num_validation
     inputs = prepare_problems(config, encoder, num_validation=num_validation, imitates_answers=True)
-    key = "sft.policy" if "max_total_sequence_length" in sft.policy else "policy"
+    key = SFT_PATH if "max_total_sequence_length" in sft.policy else "policy"
     check_rows(
         inputs.problems.demonstrations,
         encoder=encoder,
@@ -199,11 +201,8 @@ class SftTrainer:
         self._batch_size = sft_policy(session.config)["train_global_batch_size"]
         self._policy = policy
         self._samples = session.samples
-        self._stream = open_stream(
-            session.inputs.problems.demonstrations,
-            weights=session.config.data.weights,
-            seed=session.config.seed,
-            position=start.data_position,
+        self._stream = session.open_stream(
+            session.inputs.problems.demonstrations, position=start.data_position
         )
 
     @property
@@ -259,6 +258,11 @@ class SftTrainer:
         return accuracy, rate
 
 
+def _policies(config: RunConfig) -> dict[str, Settings]:
+    has_overrides = bool(config.section(SftSection).policy)
+    return {SFT_PATH if has_overrides else "policy": sft_policy(config)}
+
+
 SFT = Recipe(
     name="sft",
     sections={"sft": SftSection, "reward": RewardSection},
@@ -267,7 +271,7 @@ SFT = Recipe(
     run=run_sft,
     measure=measure_sft,
     check=check_sft,
-    policies=lambda config: [sft_policy(config)],
+    policies=_policies,
     builtin={
         "sft": {
             "steps": 1000,

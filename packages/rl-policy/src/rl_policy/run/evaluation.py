@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,6 +41,26 @@ def greedy_accuracy(
     if samples is not None:
         samples.record(step, "eval", problems, generated, rewards)
     return sum(rewards) / len(rewards)
+
+
+def heldout_accuracy(
+    moved: AbstractContextManager[GenerationInterface],
+    *,
+    inputs: ProblemInputs,
+    samples: SampleLog,
+    step: int,
+) -> float:
+    """Return the share of the held-out problems that are solved by greedy decoding.
+
+    Args:
+        moved: Enters what samples, such as `Sampler.after_step`.
+        inputs: Of the run.
+        samples: Records some of the completions.
+        step: Of the run, for the record.
+    """
+    with moved as source:
+        heldout = inputs.problems.heldout
+        return greedy_accuracy(source, heldout, inputs=inputs, samples=samples, step=step)
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from rl_policy.config import (
     RewardSection,
     RunConfig,
     Settings,
+    naming_section,
 )
 from rl_policy.data.batches import ProblemEncoder
 from rl_policy.data.datasets import (
@@ -516,11 +517,12 @@ def _longest(problems: Iterable[Problem], lengths: Iterable[int]) -> tuple[str, 
     return problem.prompt, length
 
 
-def _check_backend(config: RunConfig, policies: Sequence[Settings]) -> None:
-    """Let the backend validate the sections `policy` that the run is going to use."""
-    for policy in (config.policy, *policies):
-        _load_backend(policy)
-        backends.check_generation_backend(policy)
+def _check_backend(config: RunConfig, policies: Mapping[str, Settings]) -> None:
+    """Let the backend validate the sections `policy` that the run is going to use, by path."""
+    for path, policy in [("policy", config.policy), *policies.items()]:
+        with naming_section(path):
+            _load_backend(policy, path=path)
+            backends.check_generation_backend(policy)
     world_size = sum(config.cluster.bundle_ct_per_node_list)
     with tempfile.TemporaryDirectory() as directory:
         if config.has_builtin_model:
@@ -529,25 +531,26 @@ def _check_backend(config: RunConfig, policies: Sequence[Settings]) -> None:
             tiny_model_config(config.tiny_model, max_sequence_length=length).save_pretrained(
                 directory
             )
-            policies = [
-                {**policy, "model_name": directory}
+            policies = {
+                path: {**policy, "model_name": directory}
                 if policy["model_name"] == BUILTIN_MODEL
                 else policy
-                for policy in policies
-            ]
-        for policy in policies:
-            _load_backend(policy).validate_config(
-                policy, world_size=world_size, init_optimizer=True
-            )
+                for path, policy in policies.items()
+            }
+        for path, policy in policies.items():
+            with naming_section(path):
+                _load_backend(policy, path=path).validate_config(
+                    policy, world_size=world_size, init_optimizer=True
+                )
 
 
-def _load_backend(policy: Settings) -> type[PolicyWorker]:
+def _load_backend(policy: Settings, *, path: str) -> type[PolicyWorker]:
     name = backends.enabled_backend(policy)
     try:
         return backends.load(name)
     except backends.BackendNotInstalledError as error:
         raise backends.BackendNotInstalledError(
-            f"policy.{name}_cfg.enabled=True: {error}"
+            f"{path}.{name}_cfg.enabled=True: {error}"
         ) from error
 
 

@@ -15,7 +15,7 @@ from rl_policy.generation.state import INITIAL_VERSION
 from rl_policy.generation.vllm import VllmGeneration
 from rl_policy.policy import Policy
 from rl_policy.ray.cluster import RayVirtualCluster
-from rl_policy.refit import ElasticEngines, WeightLink, engines_on_device
+from rl_policy.refit import WeightLink, engines_on_device, membership_of
 from rl_policy.run.directory import RunState
 from rl_policy.run.inputs import engine_section, keeps_weights, staging_mode
 from rl_policy.run.session import AnySession, open_policy
@@ -116,16 +116,15 @@ class EngineSampler:
 
         The policy's weights must still be those of that version.
         """
-        engines = self._engines
-        if isinstance(engines, ElasticEngines) and engines.has_joined:
-            self._link.refit(engines.weight_version, only_joined=True)
+        membership = membership_of(self._engines)
+        if membership is not None and membership.has_joined:
+            self._link.refit(self._engines.weight_version, only_joined=True)
 
     @property
     def num_replaced(self) -> int:
         """How often one of several engines was started anew while the others went on."""
-        engines = self._engines
-        now = engines.num_replaced if isinstance(engines, ElasticEngines) else 0
-        return self._num_replaced + now
+        membership = membership_of(self._engines)
+        return self._num_replaced + (0 if membership is None else membership.num_replaced)
 
     def report(self) -> dict[str, float]:
         """Return `refit_s`, `refit_bytes` and the other numbers, and `weight_version`."""

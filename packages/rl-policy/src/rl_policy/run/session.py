@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -12,12 +12,13 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import yaml
 
-from rl_policy.config import RunConfig, Settings, render_run_config
+from rl_policy.config import RunConfig, Settings, naming_section, render_run_config
+from rl_policy.data.datasets import SourcedT, Stream, open_stream
 from rl_policy.data.rewards import RewardError
 from rl_policy.data.tiny_model import build_tiny_model, tiny_model_config
 from rl_policy.policy import Policy
 from rl_policy.ray.cluster import SESSION, RayVirtualCluster
-from rl_policy.ray.worker_group import death_behind
+from rl_policy.ray.failures import death_behind
 from rl_policy.recipes import Recipe, find_recipe
 from rl_policy.run.directory import (
     Checkpoint,
@@ -62,6 +63,16 @@ class Session(Generic[InputsT]):
         """The completions that are recorded for the report."""
         limit = self.config.report.samples
         return SampleLog(self.directory.samples, limit=limit, encoder=self.inputs.encoder)
+
+    def open_stream(self, items: Sequence[SourcedT], *, position: int) -> Stream[SourcedT]:
+        """Return the stream of items, in the order of the run's seed and by its weights.
+
+        Args:
+            items: With the numbers of their sources.
+            position: Items that were drawn before.
+        """
+        config = self.config
+        return open_stream(items, weights=config.data.weights, seed=config.seed, position=position)
 
     def checkpoints(self) -> CheckpointManager:
         """Return the checkpoints of the run's directory, less what an interruption left behind."""
@@ -153,6 +164,7 @@ def open_policy(
     session: AnySession,
     policy: Settings,
     *,
+    path: str = "policy",
     model: str,
     has_reference: bool,
     is_trained: bool = True,
@@ -162,7 +174,8 @@ def open_policy(
 
     Args:
         session: The run.
-        policy: The section `policy` of the configuration.
+        policy: The section `policy` of the configuration, complete.
+        path: The section's path, which its errors name.
         model: Name or directory of the model to start from, which is the reference too.
         has_reference: Whether to keep the reference.
         is_trained: Whether it has an optimizer.
@@ -171,15 +184,16 @@ def open_policy(
     """
     checkpoint = checkpoint or session.checkpoints().latest()
     config: Any = {**policy, "model_name": model}  # a PolicyConfig, and third parties' sections
-    opened = Policy(
-        session.cluster,
-        config,
-        session.inputs.tokenizer,
-        weights_path=None if checkpoint is None else checkpoint.weights,
-        optimizer_path=checkpoint.optimizer if checkpoint and is_trained else None,
-        init_optimizer=is_trained,
-        init_reference_model=has_reference,
-    )
+    with naming_section(path):
+        opened = Policy(
+            session.cluster,
+            config,
+            session.inputs.tokenizer,
+            weights_path=None if checkpoint is None else checkpoint.weights,
+            optimizer_path=checkpoint.optimizer if checkpoint and is_trained else None,
+            init_optimizer=is_trained,
+            init_reference_model=has_reference,
+        )
     try:
         yield opened, RunState() if checkpoint is None else checkpoint.state
     finally:

@@ -28,7 +28,7 @@ from rl_policy.config import (
     parse_server,
 )
 from rl_policy.ray.cluster import RayVirtualCluster
-from rl_policy.ray.worker_group import WorkerGroupError
+from rl_policy.ray.failures import WorkerGroupError
 from rl_policy.tinker.store import KEY_PREFIX, CheckpointStore
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rl_batched_data import BatchedDataDict
@@ -23,18 +23,17 @@ from rl_policy.generation.vllm.config import (
     parse_engine_config,
     parse_sampling_config,
 )
-from rl_policy.generation.vllm.engine import (
-    EngineFacts,
-    require_vllm,
-    start_on_rank,
-)
+from rl_policy.generation.vllm.engine.environment import require_vllm
+from rl_policy.generation.vllm.engine.start import start_on_rank
+from rl_policy.generation.vllm.membership import Membership
 from rl_policy.generation.vllm.quantized import block_fp8_tensors
-from rl_policy.generation.vllm.replacement import Replacements
 from rl_policy.generation.vllm.requests import check_prompts, row_seeds
 from rl_policy.generation.vllm.stream import LANES, EngineStream
+from rl_policy.generation.vllm.transaction import Staging, UpdateTransaction
 from rl_policy.ray.cluster import bundle_nodes, bundles_per_node, rank_bundles
-from rl_policy.ray.worker_group import NamedSharding, RankCall, RayWorkerGroup, WorkerDiedError
-from rl_policy.refit import ElasticEngines
+from rl_policy.ray.failures import WorkerDiedError
+from rl_policy.ray.sharding import NamedSharding
+from rl_policy.ray.worker_group import RankCall, RayWorkerGroup
 
 if TYPE_CHECKING:
     import ray
@@ -50,21 +49,16 @@ if TYPE_CHECKING:
     from rl_refit.vllm import KvCache
     from transformers import PreTrainedTokenizerBase
 
+    from rl_policy.generation.vllm.engine.vllm_engine import EngineFacts
     from rl_policy.generation.vllm.serving import ServerSettings
 
 logger = logging.getLogger(__name__)
 
-ResultT = TypeVar("ResultT")
-Staging = Literal["auto", "host", "off"]
-"""Where engines receive new weights while they sample; see `VllmGeneration.begin_update`."""
-
-# A receiver that times out by itself reports why, which the driver should receive.
-_MARGIN_S = 10.0
 _PAD_VALUES = {"weight_versions": NOT_SAMPLED}
 _ROW_KEYS = ("input_ids", "input_lengths", "stop_strings")
 
 
-class VllmGeneration(GenerationInterface, ElasticEngines):
+class VllmGeneration(GenerationInterface):
     """vLLM engines on the bundles of a cluster, with the calls of an RL algorithm.
 
     Each engine has `vllm_cfg.tensor_parallel_size` bundles of one node, and the rows of a batch are
@@ -94,7 +88,8 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
         name_prefix: Prefix of the engines' names in errors and in their output.
         workers_per_node: How many bundles of each node to use. None: all.
         seed: Seed of the samples.
-        timeout_s: Limit of the start and of each call but `generate`, in seconds.
+        timeout_s: Limit of the start and of each call but `generate`, in seconds. Of a start anew
+            too: one that takes longer is repeated.
         weight_version: Of the weights in `model_name`.
 
     Raises:
@@ -144,14 +139,6 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
         per_node = bundles_per_node(cluster, workers_per_node)
         sharding = _engine_grid(cluster, per_node, engine.tensor_parallel_size)
         is_elastic = not engine.is_colocated and sharding.get_axis_size("data_parallel") > 1
-        self._has_adapters = engine.adapter_rank is not None
-        self._first_version = weight_version
-        self._addresses: list[Mapping[str, object]] = []
-        # Of the update that has begun: how often each of its ranks had died before, and engines
-        # among them that have joined.
-        self._updated: dict[int, int] | None = None
-        self._catching_up: list[int] = []
-        self._membership = threading.RLock()
         self._group = RayWorkerGroup(
             cluster,
             start_on_rank,
@@ -164,14 +151,24 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
             lanes=LANES,
             ranks_stand_alone=is_elastic,
         )
-        self._replacements = Replacements(self._group, ranks_per_engine=engine.tensor_parallel_size)
-        self.facts: list[EngineFacts] = self._on_engines("describe")
+        tensor_parallel_size = engine.tensor_parallel_size
         per_engine = engine.max_requests_in_flight or 2 * engine.max_num_seqs
         self._stream = EngineStream(
             self._group,
-            engine_ranks=range(0, sharding.size, engine.tensor_parallel_size),
+            engine_ranks=range(0, sharding.size, tensor_parallel_size),
             limit=per_engine * self.num_engines,
             timeout_s=timeout_s,
+        )
+        self._members = Membership(
+            self._group, self._stream, ranks_per_engine=tensor_parallel_size, timeout_s=timeout_s
+        )
+        self._updates = UpdateTransaction(
+            self._group,
+            self._members,
+            self._stream,
+            has_adapters=engine.adapter_rank is not None,
+            timeout_s=timeout_s,
+            generate_timeout_s=engine.generate_timeout_s,
         )
 
     @staticmethod
@@ -218,30 +215,14 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
         return self._engines.has_ended or self._stream.has_lost_engine
 
     @property
-    def num_losses(self) -> int:
-        """See `ElasticEngines`."""
-        return sum(self._engines.num_deaths)
+    def membership(self) -> Membership:
+        """Who of the engines lives and takes part in updates, see `refit.ElasticEngines`."""
+        return self._members
 
     @property
-    def num_replaced(self) -> int:
-        """How often an engine was started anew."""
-        return self._replacements.num_replaced
-
-    @property
-    def is_usable(self) -> bool:
-        """See `ElasticEngines`."""
-        return self._engines.ranks_stand_alone and not self._engines.has_ended
-
-    @property
-    def has_joined(self) -> bool:
-        """See `ElasticEngines`."""
-        self._advance()
-        return bool(self._replacements.joining)
-
-    @property
-    def receivers(self) -> list[int] | None:
-        """See `ElasticEngines`."""
-        return list(self._updated or []) if self.num_losses else None
+    def facts(self) -> list[EngineFacts]:
+        """Facts about each engine."""
+        return self._members.facts
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
@@ -271,7 +252,7 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
                 parts = self._engines.wait(call, timeout_s=self._generate_timeout_s)
                 break
             except WorkerDiedError as death:
-                if not self.is_usable:
+                if not self._members.is_usable:
                     raise
                 logger.warning("%s: its rows are sampled again", death.summary)
                 call = self._submit_generate(batch, greedy=greedy)
@@ -302,7 +283,7 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
                 there are more rows than the limit.
             StreamFullError: There are more rows than `room`.
         """
-        self._advance()
+        self._members.advance()
         with self._counting:
             batch = self._seeded(data)
             ticket = self._stream.submit(batch, sampling=self._sampling, greedy=greedy)
@@ -324,7 +305,7 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
                 others sample can still be collected.
         """
         finished = self._stream.collect(tickets, timeout_s=timeout_s)
-        self._advance()
+        self._members.advance()
         return finished
 
     def cancel(self, tickets: Iterable[int]) -> None:
@@ -342,7 +323,7 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
             args: Ignored.
             kwargs: Ignored.
         """
-        return all(self._on_engines("wake", tags))
+        return all(self._members.on_all("wake", tags))
 
     def finish_generation(self, *args: object, **kwargs: object) -> bool:
         """Put the engines to sleep, see `vllm_cfg.sleep_level`; return True.
@@ -351,7 +332,7 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
             EngineStateError: Submissions run.
         """
         self._stream.settle()
-        self._on_engines("sleep")
+        self._members.on_all("sleep")
         return True
 
     # Clients
@@ -371,15 +352,15 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
         """
         # A client has the address of one engine.
         self._engines.ranks_stand_alone = False
-        return self._on_engines("serve", settings)
+        return self._members.on_all("serve", settings)
 
     def is_serving(self) -> bool:
         """Return whether the server of every engine runs."""
-        return all(self._on_engines_beside("is_serving"))
+        return all(self._members.on_all_beside("is_serving"))
 
     def stop_serving(self) -> None:
         """End the servers, if there are any; `shutdown` does the same."""
-        self._on_engines("stop_serving")
+        self._members.on_all("stop_serving")
 
     # Weights
 
@@ -399,8 +380,9 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
             raise ValueError(
                 f"{len(addresses)} addresses do not fit {self.num_receivers} receivers"
             )
-        self._on_engines_beside("init_transfer", addresses, timeout_s=self._timeout_s)
-        self._addresses = addresses
+        self._members.connect(self._engines.ranks, addresses)
+        # Engines that are started anew get them too.
+        self._members.addresses = addresses
 
     def begin_update(
         self, version: int, *, staging: Staging = "off", kv_cache: KvCache = "drop"
@@ -422,19 +404,7 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
                 room for `staging="host"`; `kv_cache="keep"` where vLLM schedules ahead.
             EngineStateError: The weights of an engine are asleep.
         """
-        # With adapters, `holds_base` has decided who takes part.
-        if not self._has_adapters:
-            self._advance()
-        place = self._find_place(version, staging)
-        if place is None:
-            # Engines that pause end first what was submitted before.
-            self._stream.settle()
-        serving, deaths = self._engines.ranks, list(self._engines.num_deaths)
-        call = self._engines.submit_beside("begin_update", version, place=place, kv_cache=kv_cache)
-        # An engine without room ends its requests first.
-        self._engines.wait(call, timeout_s=self._timeout_s + self._generate_timeout_s)
-        ranks = sorted([*serving, *self._begin_joining(version)])
-        self._updated = {rank: deaths[rank] for rank in ranks}
+        self._updates.begin(version, staging=staging, kv_cache=kv_cache)
 
     def begin_catch_up(self, version: int) -> None:
         """Open a transaction on the engines that have joined; the others sample meanwhile.
@@ -442,17 +412,7 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
         Args:
             version: The one that the others have.
         """
-        deaths = list(self._engines.num_deaths)
-        self._updated = {rank: deaths[rank] for rank in self._begin_joining(version)}
-
-    def _begin_joining(self, version: int) -> list[int]:
-        """Open a transaction on engines that have joined; return their ranks."""
-        self._catching_up = list(self._replacements.joining)
-        ranks = self._replacements.ranks_of(self._catching_up)
-        if ranks:
-            self._on_ranks(ranks, "init_transfer", self._addresses, timeout_s=self._timeout_s)
-            self._on_ranks(ranks, "begin_update", version)
-        return ranks
+        self._updates.begin_catch_up(version)
 
     def update(self, version: int) -> RankCall:
         """Start to receive and load all weights on every engine, while the sender sends.
@@ -466,8 +426,7 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
             A running call for `wait_for_update`. If it fails, the engines refuse to sample until a
             full resend is committed, except those whose update was staged.
         """
-        ranks = self._engines.ranks if self._updated is None else list(self._updated)
-        return self._engines.submit_beside_on(ranks, "update", version)
+        return self._updates.submit(version)
 
     def commit_update(self, version: int) -> None:
         """Sample from the loaded weights from now on, with `version` as their `weight_version`.
@@ -475,25 +434,19 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
         Raises:
             EngineStateError: An engine has not loaded all weights of `version`.
         """
-        # What some have committed stays, whoever dies meanwhile.
-        self._on_updated("commit_update", version)
-        living = set(self._left_of_update())
-        ranks_of = self._replacements.ranks_of
-        self._catching_up = [
-            each for each in self._catching_up if living.issuperset(ranks_of([each]))
-        ]
-        self._restore(self._catching_up)
+        self._updates.commit(version)
         with self._counting:
             if version != self._version:
                 self._version, self._calls_since_version = version, 0
+                self._members.has_initial_weights = False
 
     def holds_base(self) -> bool:
         """Return whether every engine holds its sender's weights without adapters.
 
         Adapters alone are then enough, see `vllm_cfg.adapter_rank`.
         """
-        self._advance()
-        return not self._replacements.joining and all(self._on_engines_beside("holds_base"))
+        self._members.advance()
+        return not self._members.joining and all(self._members.on_all_beside("holds_base"))
 
     def update_metrics(self) -> dict[str, float]:
         """Return how the last update went.
@@ -502,18 +455,11 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
             `refit_pause_s`, the seconds in which the engine that paused longest could not sample,
             and `refit_staged`, 1.0 if all engines sampled while they received.
         """
-        # Those that have joined have sampled nothing that they could have paused.
-        joined = self._replacements.ranks_of(self._catching_up)
-        reports = self._on_updated("update_metrics", without=joined)
-        return {
-            "refit_pause_s": max((each["refit_pause_s"] for each in reports), default=0.0),
-            "refit_staged": min((each["refit_staged"] for each in reports), default=1.0),
-        }
+        return self._updates.metrics()
 
     def wait_for_update(self, call: RankCall) -> list[dict[str, float]]:
         """Wait for a call of `update`; return a report per receiver, or raise its root failure."""
-        results = self._engines.wait(call, timeout_s=self._timeout_s + _MARGIN_S)
-        return [report for reports in self._of_engines(call, results) for report in reports]
+        return self._updates.wait(call)
 
     def prepare_refit_info(self, info: RefitInfo) -> None:
         """Set `{name: (shape, wire dtype)}` of all tensors that the calls below load."""
@@ -552,7 +498,7 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
         Args:
             handles: `{device id: {name: handle}}`, handles of `rl_refit.compat.handles`.
         """
-        self._on_engines("update_from_handles", handles, list(self._known_info()))
+        self._members.on_all("update_from_handles", handles, list(self._known_info()))
         return True
 
     # The end
@@ -601,92 +547,10 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
         assert self._group is not None
         return self._group
 
-    def _find_place(self, version: int, staging: Staging) -> str | None:
-        """Return where all engines stage; None if they pause, as some would refuse requests."""
-        if staging == "off":
-            return None
-        engines = self._alive
-        ranks = [self._replacements.ranks_of([engine])[0] for engine in engines]
-        rooms = self._on_ranks(ranks, "find_room", only_host=staging == "host")
-        for engine, (place, reason) in zip(engines, rooms, strict=True):
-            if place is None:
-                reason = f"engine {engine}: {reason}"
-                if staging == "host":
-                    raise ValueError(f'staging="host" is not possible: {reason}')
-                logger.info("engines pause for version %d, as none is staged: %s", version, reason)
-                return None
-        return "host" if any(place == "host" for place, _ in rooms) else "device"
-
-    def _on_engines(self, method: str, *args: object, **kwargs: object) -> list[Any]:
-        """Call `method` on every engine; return one result per engine."""
-        call = self._engines.submit_all(method, *args, **kwargs)
-        return self._of_engines(call, self._engines.wait(call, timeout_s=self._timeout_s))
-
-    def _on_engines_beside(self, method: str, *args: object, **kwargs: object) -> list[Any]:
-        """Do as `_on_engines`, also while `generate` runs."""
-        return self._on_ranks(self._engines.ranks, method, *args, **kwargs)
-
-    def _on_ranks(
-        self, ranks: Sequence[int], method: str, *args: object, **kwargs: object
-    ) -> list[Any]:
-        call = self._engines.submit_beside_on(ranks, method, *args, **kwargs)
-        return self._of_engines(call, self._engines.wait(call, timeout_s=self._timeout_s))
-
-    def _advance(self) -> None:
-        """Start engines anew that have died; let those sample that need no weights."""
-        if not self.is_usable:
-            return
-        with self._membership:
-            self._replacements.advance()
-            if self._version == self._first_version and self._replacements.joining:
-                # They have loaded by themselves what the others sample from.
-                ranks = self._replacements.ranks_of(self._replacements.joining)
-                if self._addresses:
-                    self._on_ranks(
-                        ranks, "init_transfer", self._addresses, timeout_s=self._timeout_s
-                    )
-                self._restore(self._replacements.joining)
-
-    def _on_updated(self, method: str, *args: object, without: Sequence[int] = ()) -> list[Any]:
-        """Call `method` on the ranks of the update, and again without those that die."""
-        while True:
-            ranks = [rank for rank in self._left_of_update() if rank not in without]
-            try:
-                return self._on_ranks(ranks, method, *args)
-            except WorkerDiedError:
-                # Bounded: each time there is one rank less.
-                if not self.is_usable or set(ranks) <= set(self._left_of_update()):
-                    raise
-
-    def _left_of_update(self) -> list[int]:
-        """Return the ranks of the update that live, as far as it is known."""
-        if self._updated is None:
-            return self._engines.ranks
-        deaths = self._engines.num_deaths
-        return [rank for rank, before in self._updated.items() if deaths[rank] == before]
-
-    def _restore(self, joined: Sequence[int]) -> None:
-        """Give work to engines that have joined and hold the weights."""
-        if not joined:
-            return
-        with self._membership:
-            engines = list(joined)
-            self._replacements.restore(engines)
-            for engine in engines:
-                rank = self._replacements.ranks_of([engine])[0]
-                try:
-                    (self.facts[engine],) = self._on_ranks([rank], "describe")
-                except WorkerDiedError:
-                    # It is lost again, and started anew by the next `_advance`.
-                    if not self.is_usable:
-                        raise
-                    continue
-                self._stream.revive(rank)
-
     def _submit_generate(self, batch: BatchedDataDict[Any], *, greedy: bool) -> RankCall:
-        self._advance()
+        self._members.advance()
         # Where none is left, the group refuses the call.
-        alive = self._alive or list(range(self.num_engines))
+        alive = self._members.alive or list(range(self.num_engines))
         shards = dispatch.plan_in_order(batch, data_parallel=len(alive))
         # Nothing is sent to an engine without rows that has died.
         plans = [ShardPlan(rows=[], elem_counts_per_gb=[0])] * self.num_engines
@@ -695,22 +559,6 @@ class VllmGeneration(GenerationInterface, ElasticEngines):
         return self._engines.submit_sharded(
             "generate", batch, plans, sampling=self._sampling, greedy=greedy
         )
-
-    @property
-    def _alive(self) -> list[int]:
-        """The engines that calls go to."""
-        per_engine = self.num_receivers // self.num_engines
-        return [rank // per_engine for rank in self._engines.ranks if rank % per_engine == 0]
-
-    def _of_engines(self, call: RankCall, results: Sequence[ResultT]) -> list[ResultT]:
-        """Return the results of the ranks with an engine, the first of each group."""
-        per_engine = self.num_receivers // self.num_engines
-        # By rank, as some ranks of an engine may be lost before the others are.
-        return [
-            result
-            for rank, result in zip(call.result_ranks, results, strict=True)
-            if rank % per_engine == 0
-        ]
 
 
 def _engine_grid(

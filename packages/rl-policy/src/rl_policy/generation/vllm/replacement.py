@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import ray
@@ -19,25 +21,38 @@ _MOST_FAILURES = 5
 """Starts of one engine that may fail, one after the other."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Start:
+    constructions: list[ray.ObjectRef[None]]
+    """Of each rank of the engine."""
+    deadline: float
+    """When it has failed, by the monotonic clock."""
+
+
 class Replacements:
     """The engines of a worker group whose ranks stand alone.
 
     An engine is lost, then starting, then *joining*: it runs and has none of the trainer's weights.
-    `restore` ends that, after a refit.
+    `restore` ends that, after a refit. A start that fails, or takes too long, is repeated some
+    times.
 
     Args:
         group: The worker group.
         ranks_per_engine: How many of its ranks each engine has, one after the other.
+        start_timeout_s: Limit of each start, in seconds. It is noticed by `advance`.
 
     Attributes:
         num_replaced: Engines that were started anew.
         joining: Engines that run and lack weights.
     """
 
-    def __init__(self, group: RayWorkerGroup, *, ranks_per_engine: int) -> None:
+    def __init__(
+        self, group: RayWorkerGroup, *, ranks_per_engine: int, start_timeout_s: float
+    ) -> None:
         self._group = group
         self._ranks_per_engine = ranks_per_engine
-        self._starting: dict[int, list[ray.ObjectRef[None]]] = {}
+        self._start_timeout_s = start_timeout_s
+        self._starting: dict[int, _Start] = {}
         # Deaths of an engine's ranks when it was started anew.
         self._deaths_before: dict[int, int] = {}
         self._failures: dict[int, int] = {}
@@ -53,7 +68,8 @@ class Replacements:
         """Start what was lost since the last call, and note what has started.
 
         Raises:
-            Exception: An engine could not be started several times.
+            TimeoutError: Several starts of an engine took too long, the last one too.
+            Exception: Several starts of an engine failed; what the last one raised.
         """
         group = self._group
         if group.has_ended or not group.lost_ranks:
@@ -79,29 +95,53 @@ class Replacements:
         self._group.lose(set(ranks).difference(self._group.lost_ranks))
         if self._group.has_ended:
             return
-        self._starting[engine] = [self._group.replace(rank) for rank in ranks]
+        constructions = [self._group.replace(rank) for rank in ranks]
+        self._starting[engine] = _Start(constructions, monotonic() + self._start_timeout_s)
         self._deaths_before[engine] = self._deaths(ranks)
         self.num_replaced += 1
         logger.warning("engine %d of %s has died and is started anew", engine, self._group.name)
 
     def _note_start(self, engine: int) -> None:
-        starting = self._starting[engine]
-        ready, _ = ray.wait(starting, num_returns=len(starting), timeout=0)
-        if len(ready) < len(starting):
+        start = self._starting[engine]
+        running, num_ranks = start.constructions, len(start.constructions)
+        ready, _ = ray.wait(running, num_returns=num_ranks, timeout=0)
+        if len(ready) < num_ranks and monotonic() < start.deadline:
             return
         del self._starting[engine]
-        ranks = self.ranks_of([engine])
-        for rank, start in zip(ranks, starting, strict=True):
+        failure = self._failure(engine, start, ready)
+        if failure is None:
+            self.joining.append(engine)
+        else:
+            self._start_again(engine, failure)
+
+    def _failure(
+        self, engine: int, start: _Start, ready: list[ray.ObjectRef[None]]
+    ) -> Exception | None:
+        """Return why an engine has not started, None if it has."""
+        ranks = dict(zip(start.constructions, self.ranks_of([engine]), strict=True))
+        for construction in ready:
             try:
-                ray.get(start)
+                ray.get(construction)
             except RayError as error:
-                failures = self._failures[engine] = self._failures.get(engine, 0) + 1
-                if failures >= _MOST_FAILURES:
-                    raise self._group.failure_of(rank, "__init__", error) from error
-                logger.warning("engine %d did not start, and is started again: %s", engine, error)
-                self._start(engine, ranks)
-                return
-        self.joining.append(engine)
+                return self._group.failure_of(ranks[construction], "__init__", error)
+        late = sorted(ranks[each] for each in start.constructions if each not in ready)
+        if late:
+            return TimeoutError(
+                f"engine {engine}: ranks {late} of {self._group.name} did not start again within "
+                f"{self._start_timeout_s:.0f} s"
+            )
+        return None
+
+    def _start_again(self, engine: int, failure: Exception) -> None:
+        ranks = self.ranks_of([engine])
+        failures = self._failures[engine] = self._failures.get(engine, 0) + 1
+        if failures >= _MOST_FAILURES:
+            self._group.end_lost(ranks)
+            raise failure
+        logger.warning(
+            "engine %d did not start, and is started again: %s", engine, failure, exc_info=failure
+        )
+        self._start(engine, ranks)
 
     def _deaths(self, ranks: Iterable[int]) -> int:
         return sum(self._group.num_deaths[rank] for rank in ranks)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -25,17 +24,17 @@ from typing import TYPE_CHECKING, Any
 
 from rl_policy.generation.state import EngineState, EngineStateError
 from rl_policy.generation.vllm.answers import TrainableAnswers, answer_in_progress
+from rl_policy.generation.vllm.engine.running import RequestLoop
+from rl_policy.generation.vllm.engine.turns import EngineThread
 from rl_policy.generation.vllm.requests import versions_of
-from rl_policy.generation.vllm.running import RequestLoop
-from rl_policy.generation.vllm.turns import EngineThread
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 _START_S = 300.0
 _STOP_S = 5.0
-_RETRY_S = 0.05
-"""Between two tries to add a request while the engine is refitted, or sleeps."""
+MAX_REQUEST_BYTES = 16 * 2**20
+"""Of a request's body, if nothing else is said. A long conversation has some hundred thousand."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +53,7 @@ class ServerSettings:
     """A file, or the template itself. None: the tokenizer's."""
     tool_call_parser: str | None = None
     """vLLM's parser of the model's tool calls. None: they stay text."""
-    # A long conversation has some hundred kilobytes.
-    max_request_bytes: int = 16 * 2**20
+    max_request_bytes: int = MAX_REQUEST_BYTES
     """Most bytes of a request's body."""
 
 
@@ -171,14 +169,27 @@ class EngineClient:
         Raises:
             EngineStateError: It has not been able to in time.
         """
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            try:
-                return await asyncio.to_thread(self._thread.run, add)
-            except EngineStateError:
-                if time.monotonic() > deadline:
-                    raise
-            await asyncio.sleep(_RETRY_S)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._timeout_s
+        may_sample = asyncio.Event()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # of a loop that has ended, with its server
+                loop.call_soon_threadsafe(may_sample.set)
+
+        # From before the attempt on, so that no change between it and the wait is missed.
+        with self._requests.waking(wake):
+            while True:
+                may_sample.clear()
+                try:
+                    return await asyncio.to_thread(self._thread.run, add)
+                except EngineStateError as error:
+                    refusal = error
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        await may_sample.wait()
+                except TimeoutError:
+                    raise refusal from None
 
     def _add(
         self, name: str, prompt: dict[str, Any], params: Any, deliver: Callable[[Any], None]
@@ -208,7 +219,12 @@ class ApiServer:
     def __init__(self, client: EngineClient, settings: ServerSettings, *, port: int) -> None:
         self._client = client
         self._settings = settings
-        self._socket = listen(settings.host, port)
+        try:
+            self._socket = listen(settings.host, port)
+        except OSError as error:
+            raise ValueError(
+                f"host={settings.host!r}, port={port}: {error.strerror or error}"
+            ) from None
         self._started: Future[None] = Future()
         self._server: Any = None
         self._thread = threading.Thread(target=self._run, name="openai-server", daemon=True)
@@ -274,16 +290,16 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a socket that is bound to an IP address.
 
     Raises:
-        ValueError: The address is none, or taken.
+        OSError: The address is none of this machine's, or taken.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     opened = socket.socket(family, socket.SOCK_STREAM)
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind((host, port))
-    except OSError as error:
+    except BaseException:
         opened.close()
-        raise ValueError(f"host={host!r}, port={port}: {error.strerror or error}") from None
+        raise
     return opened
 
 

@@ -19,7 +19,8 @@ from ray.exceptions import GetTimeoutError, RayError
 from rl_interfaces import FinishedSubmission, TicketsLostError
 
 from rl_policy.generation.stream import require_known, require_room
-from rl_policy.ray.worker_group import RayWorkerGroup, WorkerDiedError
+from rl_policy.ray.failures import WorkerDiedError
+from rl_policy.ray.worker_group import RayWorkerGroup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

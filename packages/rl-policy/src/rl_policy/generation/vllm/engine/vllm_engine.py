@@ -1,52 +1,38 @@
-"""One vLLM engine in this process, and the functions that run in vLLM's own workers.
+"""One vLLM engine in this process: it samples, sleeps, is refitted, and serves clients.
 
-An engine is a plain class: Ray is not known here, and vLLM is imported when an engine starts. Of
-its two ways to new weights, `update` has a `RefitReceiver` in each of vLLM's workers (`rl_refit`'s
-plug-in), while `update_from_collective` and `update_from_handles` load tensors by name, by the
-functions at the end of this module.
+An engine is a plain class: Ray is not known here, and vLLM is imported when an engine starts.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rl_refit.vllm import (
     ADAPTER_ID,
     KvCache,
-    abandon,
-    abandon_staging,
-    commit,
-    find_room,
-    finish_update,
-    flip,
     forget_base,
-    holds_base,
-    is_staged,
-    last_report,
     on_workers,
-    release_staging,
-    stage,
     start_adapters,
-    start_update,
 )
 from transformers import AutoConfig
 
-from rl_policy.backends import BackendNotInstalledError
 from rl_policy.generation.state import INITIAL_VERSION, TAGS, EngineState, EngineStateError
 from rl_policy.generation.vllm.config import engine_arguments
-from rl_policy.generation.vllm.environment import prepare_environment, temporary_files_apart
-from rl_policy.generation.vllm.requests import assemble_output, request_arguments
-from rl_policy.generation.vllm.running import (
+from rl_policy.generation.vllm.engine.environment import (
+    prepare_environment,
+    require_vllm,
+    temporary_files_apart,
+)
+from rl_policy.generation.vllm.engine.running import (
     EndedSubmission,
     Outputs,
     RequestLoop,
@@ -54,14 +40,10 @@ from rl_policy.generation.vllm.running import (
     Submissions,
     completions_of,
 )
+from rl_policy.generation.vllm.engine.turns import EngineThread, in_turn
+from rl_policy.generation.vllm.engine.updates import EngineUpdates
+from rl_policy.generation.vllm.requests import assemble_output, request_arguments
 from rl_policy.generation.vllm.serving import ApiServer, EngineClient, ServerSettings
-from rl_policy.generation.vllm.turns import EngineThread, in_turn
-from rl_policy.generation.vllm.worker_calls import (
-    VllmWorker,
-    join_group,
-    load_from_group,
-    load_from_handles,
-)
 
 if TYPE_CHECKING:
     from rl_batched_data import BatchedDataDict
@@ -71,22 +53,8 @@ if TYPE_CHECKING:
 
     from rl_policy.generation.vllm.config import EngineConfig
 
-ArgumentT = TypeVar("ArgumentT")
-
 _POLL_S = 0.01
-"""Between two looks at a staged update, each of which takes a turn between two steps."""
-
-
-@dataclass(kw_only=True, slots=True)
-class UpdateTimes:
-    """How an update goes."""
-
-    staged: bool = False
-    """Whether the engine samples while it receives."""
-    begun_at: float = field(default_factory=time.perf_counter)
-    """When the engine stopped to sample."""
-    pause_s: float = 0.0
-    """Seconds until it sampled again."""
+"""Between two looks at whether clients' requests have ended."""
 
 
 class VllmModelConfig(Protocol):
@@ -109,48 +77,6 @@ class EngineFacts:
     """Most tokens per row, prompt and completion."""
     vocab_size: int
     """Size of the model's vocabulary."""
-
-
-class BundleHolder:
-    """Holds a device for the engine of another rank: every call returns None."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        # Python looks up private names of its own, e.g. to pickle, and must not find them.
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return lambda *args, **kwargs: None
-
-    def shutdown(self) -> None:
-        """Do nothing."""
-
-
-def start_on_rank(
-    config: EngineConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    weight_version: int = INITIAL_VERSION,
-) -> VllmEngine | BundleHolder:
-    """Return the engine on the first rank of each tensor-parallel group, a holder on the others.
-
-    vLLM starts the worker processes of a group itself, on the GPUs of the other ranks' bundles.
-
-    Args:
-        config: How the engine runs.
-        tokenizer: See `VllmEngine`.
-        weight_version: See `VllmEngine`.
-    """
-    index, position = divmod(int(os.environ["RANK"]), config.tensor_parallel_size)
-    if position:
-        return BundleHolder()
-    return VllmEngine(config, tokenizer, engine_index=index, weight_version=weight_version)
-
-
-def require_vllm() -> None:
-    """Raise `ImportError`, with the remedy, unless vLLM is installed. Does not import it."""
-    if importlib.util.find_spec("vllm") is None:
-        raise BackendNotInstalledError(
-            'The "vllm" generation backend is not installed. '
-            'Install it with: pip install "rl-policy[vllm]"'
-        )
 
 
 class VllmEngine:
@@ -178,12 +104,8 @@ class VllmEngine:
         prepare_environment(config.tensor_parallel_size, precision=config.precision)
         self._config = config
         self._index = engine_index
-        self._first_receiver = engine_index * config.tensor_parallel_size
         self._state = EngineState(weight_version)
         self._server: ApiServer | None = None
-        self._loaded: set[str] = set()
-        self._update = UpdateTimes()
-        self._kv_cache: KvCache = "drop"
         self._llm: Any = None
         # Named by every request of an engine with adapters.
         self._adapter: Any = None
@@ -198,6 +120,14 @@ class VllmEngine:
             self._resources.close()
             raise
         self._model: VllmModelConfig = self._llm.llm_engine.model_config
+        self._updates = EngineUpdates(
+            self._llm,
+            config=config,
+            thread=self._thread,
+            requests=self._requests,
+            state=self._state,
+            first_receiver=engine_index * config.tensor_parallel_size,
+        )
 
     @in_turn
     def _start(self, config: EngineConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -313,7 +243,7 @@ class VllmEngine:
             EngineStateError: Requests run.
         """
         deadline = time.monotonic() + self._config.generate_timeout_s
-        with self._holding_clients():
+        with self._requests.holding():
             while self._requests.num_streams and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
             self._sleep()
@@ -324,11 +254,7 @@ class VllmEngine:
             raise EngineStateError(
                 "sleep is not allowed while requests run: collect or cancel them first"
             )
-        if not self._state.is_committed:
-            self._on_workers(abandon)
-        if self._update.staged:
-            # A sleeping engine gives its memory away.
-            self._on_workers(release_staging)
+        self._updates.abandon()
         level = self._config.sleep_level
         if level == 2 and self._adapter is not None:
             self._on_workers(forget_base)
@@ -347,180 +273,56 @@ class VllmEngine:
         if asleep and self._can_sleep:
             self._llm.wake_up(asleep)
         self._state.wake(asleep)  # after the call: it fails if the device has no room
+        self._requests.wake_clients()
         return not self._state.asleep()
-
-    @in_turn
-    def init_transfer(self, addresses: Sequence[Mapping[str, object]], *, timeout_s: float) -> None:
-        """Set the senders of the engine's receivers.
-
-        Args:
-            addresses: The sender's address for each receiver of every engine.
-            timeout_s: Limit of each wait of a refit, in seconds.
-        """
-        last = self._first_receiver + self._config.tensor_parallel_size
-        info = {
-            "address": [dict(address) for address in addresses[self._first_receiver : last]],
-            "rank_offset": self._first_receiver,
-            "timeout_s": timeout_s,
-        }
-        self._on_workers("init_weight_transfer_engine", info)
-
-    @in_turn
-    def find_room(self, *, only_host: bool) -> tuple[str | None, str]:
-        """Return where a second set of weights can be held, or None and why nowhere."""
-        return find_room(self._llm, only_host=only_host)
-
-    @in_turn
-    def holds_base(self) -> bool:
-        """Return whether every worker holds its sender's weights without adapters."""
-        return all(self._on_workers(holds_base))
-
-    def begin_update(
-        self, version: int, *, place: str | None = None, kv_cache: KvCache = "drop"
-    ) -> None:
-        """Open a refit to `version`.
-
-        Args:
-            version: Of the new weights.
-            place: Of `find_room`: where they are received, beside those that are sampled from. They
-                are exchanged at the commit. None: nothing is sampled until the commit.
-            kv_cache: What becomes of running requests at a staged commit, see `rl_refit.vllm.flip`.
-
-        Raises:
-            ValueError: `version` is not newer than the committed one.
-            EngineStateError: The weights are asleep, or requests do not end.
-        """
-        if place is not None:
-            self._begin_staged(version, place, kv_cache)
-            return
-        # Requests that run would be sampled from a mixture of weights.
-        deadline = time.monotonic() + self._config.generate_timeout_s
-        with self._holding_clients():
-            while not self._begin_if_idle(version):
-                if not self._requests.wait_idle(deadline - time.monotonic()):
-                    raise EngineStateError(
-                        f"begin_update({version}): requests have not ended in time"
-                    )
-
-    @in_turn
-    def _begin_staged(self, version: int, place: str, kv_cache: KvCache) -> None:
-        self._require_labels(kv_cache)
-        self._state.begin_update(version, staged=True)
-        self._kv_cache, self._update = kv_cache, UpdateTimes(staged=True)
-        self._loaded.clear()
-        with self._losing_weights_on_error(version):
-            # Of a driver that begins anew instead of committing.
-            self._on_workers(abandon_staging)
-            stage(self._llm, version, place=place)
-
-    @in_turn
-    def _begin_if_idle(self, version: int) -> bool:
-        if not self._requests.is_idle:
-            return False
-        self._begin(version)
-        return True
-
-    def _begin(self, version: int) -> None:
-        self._state.begin_update(version)
-        self._update = UpdateTimes(staged=False)
-        self._loaded.clear()
-        with self._losing_weights_on_error(version):
-            self._on_workers(start_update)
-
-    def _require_labels(self, kv_cache: KvCache) -> None:
-        scheduler = self._llm.llm_engine.vllm_config.scheduler_config
-        if kv_cache == "keep" and scheduler.async_scheduling:
-            raise ValueError(
-                'kv_cache="keep" needs generation.vllm_cfg.engine_kwargs.async_scheduling=False: '
-                "otherwise vLLM labels the tokens of one step with the version of the next"
-            )
-
-    def update(self, version: int) -> list[dict[str, float]]:
-        """Receive every tensor, while the sender sends; return a report per receiver.
-
-        Unless the update is staged, the weights are overwritten meanwhile.
-        """
-        if not self._update.staged:
-            return self._update_in_place(version)
-        # Each receiver ends at its own time limit, and so does this.
-        while (reports := self._poll_staged(version)) is None:
-            time.sleep(_POLL_S)
-        return reports
-
-    @in_turn
-    def _poll_staged(self, version: int) -> list[dict[str, float]] | None:
-        self._state.require_update("update", version)
-        with self._losing_weights_on_error(version):
-            if not is_staged(self._llm):
-                return None
-            reports = self._on_workers(last_report)
-        self._state.receive()
-        return reports
-
-    @in_turn
-    def _update_in_place(self, version: int) -> list[dict[str, float]]:
-        self._state.require_update("update", version)
-        with self._losing_weights_on_error(version):
-            self._on_workers("update_weights", {"version": version})
-            finish_update(self._llm, version)
-            reports = self._on_workers(last_report)
-        self._state.receive()
-        return reports
-
-    @in_turn
-    def init_collective(self, ip: str, port: int, world_size: int, *, timeout_s: float) -> None:
-        """Join the group of the trainer, whose rank 0 listens at the address."""
-        first_rank = 1 + self._first_receiver
-        self._on_workers(join_group, ip, port, world_size, first_rank, timeout_s)
-
-    @in_turn
-    def update_from_collective(self, info: RefitInfo) -> None:
-        """Receive and load every tensor of `info`, while the trainer broadcasts."""
-        self._load_by_name(load_from_group, info, names=info, expected=info)
-
-    @in_turn
-    def update_from_handles(self, handles: DeviceHandles, expected: Collection[str]) -> None:
-        """Load one group of tensors; the update is complete once all of `expected` are loaded."""
-        names = {name for group in handles.values() for name in group}
-        self._load_by_name(load_from_handles, handles, names=names, expected=expected)
 
     def is_sampling(self) -> bool:
         """Return whether requests run."""
         return not self._requests.is_idle
 
-    def update_metrics(self) -> dict[str, float]:
-        """Return how the last update went.
+    # Weights: a rank's calls are those of the object that it constructs.
 
-        Returns:
-            `refit_pause_s`, seconds in which the engine could not sample, and `refit_staged`, 1.0
-            if it was staged.
-        """
-        return {
-            "refit_pause_s": self._update.pause_s,
-            "refit_staged": float(self._update.staged),
-        }
+    def init_transfer(self, addresses: Sequence[Mapping[str, object]], *, timeout_s: float) -> None:
+        """See `EngineUpdates.init_transfer`."""
+        self._updates.init_transfer(addresses, timeout_s=timeout_s)
 
-    @in_turn
+    def find_room(self, *, only_host: bool) -> tuple[str | None, str]:
+        """See `EngineUpdates.find_room`."""
+        return self._updates.find_room(only_host=only_host)
+
+    def holds_base(self) -> bool:
+        """See `EngineUpdates.holds_base`."""
+        return self._updates.holds_base()
+
+    def begin_update(
+        self, version: int, *, place: str | None = None, kv_cache: KvCache = "drop"
+    ) -> None:
+        """See `EngineUpdates.begin_update`."""
+        self._updates.begin_update(version, place=place, kv_cache=kv_cache)
+
+    def update(self, version: int) -> list[dict[str, float]]:
+        """See `EngineUpdates.update`."""
+        return self._updates.update(version)
+
     def commit_update(self, version: int) -> None:
-        """Sample from the loaded weights from now on. Idempotent.
+        """See `EngineUpdates.commit_update`."""
+        self._updates.commit_update(version)
 
-        Whatever can fail in a refit is part of the update: if one of several engines fails, none is
-        committed, and the same version can be sent again.
-        """
-        if self._state.has_committed(version):
-            return
-        self._state.require_commit(version)
-        if self._update.staged:
-            self._update.begun_at = time.perf_counter()
-            self._state.start_swap()
-        with self._losing_weights_on_error(version):
-            if self._update.staged:
-                flip(self._llm, version, kv_cache=self._kv_cache)
-            # Tensors that were loaded by name have passed no receiver, which could commit them.
-            elif not self._loaded:
-                self._on_workers(commit, version)
-        self._state.commit()
-        self._update.pause_s = time.perf_counter() - self._update.begun_at
+    def update_metrics(self) -> dict[str, float]:
+        """See `EngineUpdates.update_metrics`."""
+        return self._updates.update_metrics()
+
+    def init_collective(self, ip: str, port: int, world_size: int, *, timeout_s: float) -> None:
+        """See `EngineUpdates.init_collective`."""
+        self._updates.init_collective(ip, port, world_size, timeout_s=timeout_s)
+
+    def update_from_collective(self, info: RefitInfo) -> None:
+        """See `EngineUpdates.update_from_collective`."""
+        self._updates.update_from_collective(info)
+
+    def update_from_handles(self, handles: DeviceHandles, expected: Collection[str]) -> None:
+        """See `EngineUpdates.update_from_handles`."""
+        self._updates.update_from_handles(handles, expected)
 
     # Clients
 
@@ -561,23 +363,6 @@ class VllmEngine:
             self._end()
             self._llm = None
             self._resources.close()
-
-    def _load_by_name(
-        self,
-        load_tensors: Callable[[VllmWorker, ArgumentT], None],
-        argument: ArgumentT,
-        *,
-        names: Collection[str],
-        expected: Collection[str],
-    ) -> None:
-        version = self._state.incoming
-        self._state.require_update("update_weights", version)
-        with self._losing_weights_on_error(version):
-            self._on_workers(load_tensors, argument)
-            self._loaded.update(names)
-            if self._loaded.issuperset(expected):
-                finish_update(self._llm, version)
-                self._state.receive()
 
     def _on_workers(self, call: str | Callable[..., object], *args: object) -> list[Any]:
         return on_workers(self._llm, call, *args)
@@ -651,22 +436,6 @@ class VllmEngine:
 
     def _abort(self, running: Sequence[str]) -> None:
         self._llm.llm_engine.abort_request(list(running), internal=True)
-
-    @contextmanager
-    def _holding_clients(self) -> Iterator[None]:
-        self._requests.hold()
-        try:
-            yield
-        finally:
-            self._requests.release()
-
-    @contextmanager
-    def _losing_weights_on_error(self, version: int) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:  # an interrupted load has overwritten some weights as well
-            self._state.lose(f"the refit to version {version} failed ({error})")
-            raise
 
 
 def _prompts(data: BatchedDataDict[GenerationDatumSpec]) -> list[list[int]]:

@@ -10,20 +10,24 @@ thread, and asks for the next one when it ends: a call that came meanwhile runs 
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rl_policy.generation.state import EngineStateError
+from rl_policy.generation.vllm.engine.turns import EngineThread
 from rl_policy.generation.vllm.requests import Completion, assemble_output, versions_of
-from rl_policy.generation.vllm.turns import EngineThread
 
 if TYPE_CHECKING:
     from rl_batched_data import BatchedDataDict
     from rl_interfaces import FinishReason, GenerationOutputSpec
+
+logger = logging.getLogger(__name__)
 
 Outputs: TypeAlias = list[Any]
 """vLLM's `RequestOutput` of each request of a batch, in the order in which they were added."""
@@ -49,7 +53,8 @@ class _Stream:
 class RequestLoop:
     """Steps an engine as long as requests run.
 
-    All methods but `wait_idle`, `is_idle`, `hold` and `release` are called in the engine's thread.
+    All methods are called in the engine's thread, but `wait_idle`, `is_idle`, `hold`, `release`,
+    `holding`, `waking` and `wake_clients`.
 
     Args:
         thread: The engine's.
@@ -71,6 +76,8 @@ class RequestLoop:
         self._owners: dict[str, Future[Outputs]] = {}
         self._streams: dict[str, _Stream] = {}
         self._num_holds = 0
+        self._lock = threading.Lock()
+        self._wakers: list[Callable[[], None]] = []
         self._idle = threading.Event()
         self._idle.set()
 
@@ -137,11 +144,44 @@ class RequestLoop:
 
     def hold(self) -> None:
         """Have clients' requests wait, so that those that run come to an end."""
-        self._num_holds += 1
+        with self._lock:
+            self._num_holds += 1
 
     def release(self) -> None:
         """Undo `hold`."""
-        self._num_holds -= 1
+        with self._lock:
+            self._num_holds -= 1
+        self.wake_clients()
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Have clients' requests wait inside, see `hold`."""
+        self.hold()
+        try:
+            yield
+        finally:
+            self.release()
+
+    @contextmanager
+    def waking(self, wake: Callable[[], None]) -> Iterator[None]:
+        """Call `wake` inside whenever the engine may sample again for clients that wait.
+
+        It is called in any thread, and must return at once.
+        """
+        with self._lock:
+            self._wakers.append(wake)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._wakers.remove(wake)
+
+    def wake_clients(self) -> None:
+        """Let clients' requests that wait try again: the engine's state has changed."""
+        with self._lock:
+            wakers = [*self._wakers]
+        for wake in wakers:
+            wake()
 
     def require_open(self) -> None:
         """Raise `EngineStateError` if clients' requests have to wait."""
@@ -162,7 +202,10 @@ class RequestLoop:
         for batch in batches:
             batch.set_exception(error)
         for stream in streams:
-            stream.deliver(error)
+            try:
+                stream.deliver(error)
+            except Exception:  # of one client, whose end the others must not wait for
+                logger.exception("%s: a client did not take the failure", stream.internal)
 
     def _turn(self) -> None:
         """Run a step, and ask for the next one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import tempfile
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from pathlib import Path
 
 from rl_refit.private_directory import PrivateDirectory
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+from rl_policy.backends import BackendNotInstalledError
 
 # torchrun's variables describe the worker group, while vLLM has process groups of its own.
 _FOREIGN_VARIABLES = (
@@ -73,3 +76,12 @@ def temporary_files_apart() -> Iterator[Path]:
                 del os.environ["TMPDIR"]
             else:
                 os.environ["TMPDIR"] = variable
+
+
+def require_vllm() -> None:
+    """Raise `ImportError`, with the remedy, unless vLLM is installed. Does not import it."""
+    if importlib.util.find_spec("vllm") is None:
+        raise BackendNotInstalledError(
+            'The "vllm" generation backend is not installed. '
+            'Install it with: pip install "rl-policy[vllm]"'
+        )
