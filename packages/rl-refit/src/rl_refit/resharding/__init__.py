@@ -1,0 +1,24 @@
+"""A refit without a full gather: each rank sends the slices that each engine rank consumes.
+
+`slices` has boxes of tensors, `layouts` where they lie over ranks, `consumers` what an engine's
+loader wants, `planner` who sends what to whom, `exchange` the transfer, `digest` its checksums.
+"""
+
+from rl_refit.resharding.exchange import Exchange, ExchangeReport, Want
+from rl_refit.resharding.layouts import ParallelLayout, Placed, Shard, local_shards
+from rl_refit.resharding.planner import ReshardPlan, imbalance, plan_pieces
+from rl_refit.resharding.slices import Box
+
+__all__ = [
+    "Box",
+    "Exchange",
+    "ExchangeReport",
+    "ParallelLayout",
+    "Placed",
+    "ReshardPlan",
+    "Shard",
+    "Want",
+    "imbalance",
+    "local_shards",
+    "plan_pieces",
+]

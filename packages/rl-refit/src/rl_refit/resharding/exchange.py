@@ -1,0 +1,389 @@
+"""The transfer of a resharding plan over a process group, round by round.
+
+Every member of the group, trainers and engines, makes an `Exchange` of what it holds and wants. A
+refit is then, on every member:
+
+    begin(v)      the engine's weights are about to be overwritten
+    transfer(v)   for each round: receive, pack and send, wait, unpack; then digests; then an
+                  agreement of all members that every digest was right
+    commit(v)     the weights of v are valid
+
+In a round a rank sends each of its receivers one packed message. A rank that fails says so in the
+agreement if it gets there; otherwise the others' waits end at their limit, or when its connections
+break. After a failure the receivers are poisoned (see `rl_refit.protocol`) and messages may be
+under way: make a new process group and a new `Exchange`.
+"""
+
+# torch annotates its distributed functions only in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rl_refit.errors import PlanMismatchError, RefitError, VerificationError
+from rl_refit.plan import TensorSpec, dtype_name, parse_dtype
+from rl_refit.protocol import WeightVersion
+from rl_refit.protocol.waiting import Deadline
+from rl_refit.resharding.digest import add_digests, shard_digest
+from rl_refit.resharding.layouts import Placed, Shard, merge_ranks
+from rl_refit.resharding.planner import ReshardPlan, plan_pieces
+from rl_refit.resharding.slices import Box
+
+
+class Want(NamedTuple):
+    """A slice that this rank consumes, and where it goes."""
+
+    name: str
+    """Of the trainer's tensor."""
+    shape: tuple[int, ...]
+    """Of the full tensor."""
+    box: Box
+    data: torch.Tensor
+    """The place, of the box's shape: a view into the engine's parameter, whose dtype is sent."""
+
+
+class _Offer(msgspec.Struct, array_like=True):
+    """What a rank says of itself before the plan is made: names, shapes, boxes, wire dtypes."""
+
+    held: list[tuple[str, tuple[int, ...], Box]]
+    wanted: list[tuple[str, tuple[int, ...], Box, str]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeReport:
+    """What one rank's transfer has done.
+
+    Attributes:
+        version: Of the weights.
+        bytes_sent: Without headers.
+        bytes_received: Without headers.
+        peak_bytes: The most that its messages took at once, beside the tensors themselves.
+        num_rounds: In which this rank took part.
+    """
+
+    version: int
+    bytes_sent: int
+    bytes_received: int
+    peak_bytes: int
+    num_rounds: int
+
+
+class Exchange:
+    """One rank's side of a resharding. Collective to construct.
+
+    Args:
+        held: What this rank holds, by the names that `wanted` uses; see `local_shards`.
+        wanted: What this rank consumes; the boxes of one tensor may not overlap.
+        group: The trainers and the engines; None: the default group.
+        round_bytes: Limit of what a rank sends, and of what it receives, at once; None: the
+            largest layer, at most 256 MiB.
+        timeout_s: Limit of the construction, and of each transfer, in seconds.
+        device: Of the messages; None: the CPU. NCCL needs a GPU.
+
+    Raises:
+        PlanMismatchError: Ranks disagree on a tensor's shape or wire dtype, a wanted slice is not
+            held by anyone, or ranks have computed different plans.
+        RefitTimeoutError: Not all members of the group have joined in time.
+    """
+
+    def __init__(
+        self,
+        held: Mapping[str, Shard] | None = None,
+        wanted: Sequence[Want] = (),
+        *,
+        group: dist.ProcessGroup | None = None,
+        round_bytes: int | None = None,
+        timeout_s: float = 300.0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self._group = group if group is not None else dist.group.WORLD
+        self._rank = dist.get_rank(self._group)
+        self._held, self._wanted = dict(held or {}), list(wanted)
+        self._timeout_s, self._device = timeout_s, torch.device(device or "cpu")
+        self.weights = WeightVersion(self._rank)
+        deadline = Deadline(timeout_s)
+        offers = self._gather_offers(deadline)
+        self.plan = _plan(offers, round_bytes)
+        self._require_same_plan(deadline)
+        pieces = self.plan.pieces
+        self._own = np.flatnonzero(
+            (pieces.sender == self._rank) | (pieces.receiver == self._rank)
+        ).tolist()
+
+    def begin(self, version: int) -> None:
+        """Open a refit; see `WeightVersion.begin`."""
+        self.weights.begin(version)
+
+    @torch.no_grad()
+    def transfer(self, version: int) -> ExchangeReport:
+        """Send and receive everything; return once every member has verified what it received.
+
+        Shards are read when their round comes: the trainer must not change them meanwhile.
+
+        Raises:
+            VerificationError: A digest differs, on this rank or on another.
+            RefitTimeoutError: A member did not do its part in time; the message names it.
+            RefitError: A connection has broken; the message names the rank.
+        """
+        self.weights.require_begun(version)
+        try:
+            report = self._run(version, Deadline(self._timeout_s))
+        except BaseException as error:
+            self.weights.poison(str(error))
+            raise
+        self.weights.set_loaded()
+        return report
+
+    def commit(self, version: int) -> None:
+        """Make the transferred version the committed one; see `WeightVersion.commit`."""
+        self.weights.commit(version)
+
+    def require_ready(self) -> int:
+        """Return the committed version, if no refit has begun or failed since."""
+        return self.weights.require_ready()
+
+    def _run(self, version: int, deadline: Deadline) -> ExchangeReport:
+        pieces, sent, received, peak, num_rounds = self.plan.pieces, 0, 0, 0, 0
+        sums: dict[tuple[int, int], int] = {}
+        for _, members in groupby(self._own, key=lambda index: int(pieces.round[index])):
+            messages = self._run_round(list(members), sums, deadline)
+            out = sum(data.numel() for (_, is_out), data in messages.items() if is_out)
+            into = sum(data.numel() for (_, is_out), data in messages.items() if not is_out)
+            sent, received, peak = sent + out, received + into, max(peak, out + into)
+            num_rounds += 1
+        problem = self._verify(sums, deadline)
+        self._agree(problem, deadline)
+        return ExchangeReport(
+            version=version,
+            bytes_sent=sent,
+            bytes_received=received,
+            peak_bytes=peak,
+            num_rounds=num_rounds,
+        )
+
+    def _run_round(
+        self, members: list[int], sums: dict[tuple[int, int], int], deadline: Deadline
+    ) -> dict[tuple[int, bool], torch.Tensor]:
+        """Exchange the pieces of one round; return the messages, by peer and whether it is sent."""
+        pieces = self.plan.pieces
+        flows: dict[tuple[int, bool], list[int]] = {}
+        for index in members:
+            # A rank that is both has one flow each way with itself, which no message carries.
+            if int(pieces.sender[index]) == self._rank:
+                flows.setdefault((int(pieces.receiver[index]), True), []).append(index)
+            if int(pieces.receiver[index]) == self._rank:
+                flows.setdefault((int(pieces.sender[index]), False), []).append(index)
+        messages: dict[tuple[int, bool], torch.Tensor] = {}
+        operations: list[dist.P2POp] = []
+        for (peer, is_out), indices in flows.items():
+            size = int(pieces.nbytes[indices].sum())
+            data = messages[peer, is_out] = torch.empty(
+                size, dtype=torch.uint8, device=self._device
+            )
+            if is_out:
+                self._pack(indices, data, sums)
+            if peer != self._rank:
+                call = dist.isend if is_out else dist.irecv
+                operations.append(dist.P2POp(call, data, group=self._group, group_peer=peer))
+        self._wait_all(operations, deadline)
+        if (self._rank, False) in messages:
+            messages[self._rank, False] = messages[self._rank, True]
+        for (peer, is_out), indices in flows.items():
+            if not is_out:
+                self._unpack(indices, messages[peer, False])
+        return messages
+
+    def _wait_all(self, operations: list[dist.P2POp], deadline: Deadline) -> None:
+        if not operations:
+            return
+        peers = [operation.group_peer for operation in operations]
+        try:
+            works = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            raise RefitError(f"cannot reach ranks {sorted(set(peers))}: {error}") from error
+        # One work per operation with gloo, one for all with NCCL.
+        named = peers if len(works) == len(peers) else [",".join(map(str, sorted(set(peers))))]
+        for work, peer in zip(works, named, strict=True):
+            self._wait(work, f"message of or to rank {peer}", deadline)
+
+    def _wait(self, work: dist.Work, waited_for: str, deadline: Deadline) -> None:
+        left = deadline.remaining(waited_for)
+        try:
+            work.wait(datetime.timedelta(seconds=left))
+        except RuntimeError as error:
+            deadline.remaining(waited_for)  # raises if it was the limit
+            raise RefitError(f"{waited_for} failed: {error}") from error
+
+    def _pack(
+        self, indices: list[int], message: torch.Tensor, sums: dict[tuple[int, int], int]
+    ) -> None:
+        """Copy slices into a message in the wire dtype; add their digests to `sums`."""
+        for index, room in zip(indices, self._split(indices, message), strict=True):
+            spec, box = self._spec(index), self.plan.box(index)
+            shard = self._held[spec.name]
+            # The copy casts, so that a narrower wire dtype means fewer bytes.
+            room.copy_(box.relative_to(shard.box).view_of(shard.data))
+            key = int(self.plan.pieces.receiver[index]), int(self.plan.pieces.tensor[index])
+            sums[key] = add_digests([sums.get(key, 0), shard_digest(room, spec.name, box)])
+
+    def _unpack(self, indices: list[int], message: torch.Tensor) -> None:
+        for index, room in zip(indices, self._split(indices, message), strict=True):
+            name, box = self._spec(index).name, self.plan.box(index)
+            want = next(w for w in self._wants_of(name) if w.box.contains(box))
+            box.relative_to(want.box).view_of(want.data).copy_(room)
+
+    def _split(self, indices: list[int], message: torch.Tensor) -> list[torch.Tensor]:
+        """Return each piece's view of a message, of its shape and dtype.
+
+        The pieces are in the order of falling item sizes, so that every view is aligned.
+        """
+        ordered = sorted(indices, key=lambda index: -self._spec(index).dtype.itemsize)
+        views: dict[int, torch.Tensor] = {}
+        start = 0
+        for index in ordered:
+            size = int(self.plan.pieces.nbytes[index])
+            flat = message[start : start + size].view(self._spec(index).dtype)
+            views[index] = flat.view(self.plan.box(index).shape)
+            start += size
+        return [views[index] for index in indices]
+
+    def _verify(self, sums: dict[tuple[int, int], int], deadline: Deadline) -> str:
+        """Exchange the digests of what was sent; return what differs, or ""."""
+        expected = self._exchange_digests(sums, deadline)
+        for name, digest in expected.items():
+            # Of what the engine's own tensors hold now, at the places where it wants it.
+            found = add_digests(
+                [shard_digest(want.data, name, want.box) for want in self._wants_of(name)]
+            )
+            if found != digest:
+                return (
+                    f"the digest of what rank {self._rank} holds of {name} is {found:016x}, that "
+                    f"of what was sent to it {digest:016x}"
+                )
+        return ""
+
+    def _exchange_digests(
+        self, sums: dict[tuple[int, int], int], deadline: Deadline
+    ) -> dict[str, int]:
+        pieces = self.plan.pieces
+        operations: list[dist.P2POp] = []
+        incoming: dict[int, tuple[list[int], torch.Tensor]] = {}
+        own: dict[int, int] = {}
+        receivers = sorted({receiver for receiver, _ in sums})
+        for receiver in receivers:
+            tensors = sorted(tensor for rank, tensor in sums if rank == receiver)
+            values = [sums[receiver, tensor] for tensor in tensors]
+            if receiver == self._rank:
+                own = dict(zip(tensors, values, strict=True))
+                continue
+            data = torch.from_numpy(np.array(values, dtype=np.uint64).view(np.int64))
+            data = data.to(self._device)
+            operations.append(dist.P2POp(dist.isend, data, group=self._group, group_peer=receiver))
+        mine = np.array(self._own, dtype=np.int64)
+        mine = mine[pieces.receiver[mine] == self._rank]
+        for sender in np.unique(pieces.sender[mine]).tolist():
+            tensors = np.unique(pieces.tensor[mine[pieces.sender[mine] == sender]]).tolist()
+            if sender == self._rank:
+                continue
+            data = torch.empty(len(tensors), dtype=torch.int64, device=self._device)
+            incoming[sender] = tensors, data
+            operations.append(dist.P2POp(dist.irecv, data, group=self._group, group_peer=sender))
+        self._wait_all(operations, deadline)
+        totals = dict(own)
+        for tensors, data in incoming.values():
+            for tensor, value in zip(tensors, data.tolist(), strict=True):
+                totals[tensor] = add_digests([totals.get(tensor, 0), value])
+        return {self.plan.specs[tensor].name: value for tensor, value in totals.items()}
+
+    def _agree(self, problem: str, deadline: Deadline) -> None:
+        """Return if no member has a problem, raise on all otherwise."""
+        worst = torch.tensor([-1 if not problem else self._rank], device=self._device)
+        work = dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None
+        self._wait(work, "agreement of all ranks", deadline)
+        if problem:
+            raise VerificationError(problem, rank=self._rank)
+        if worst.item() >= 0:
+            raise VerificationError("what it received differs from what was sent", rank=int(worst))
+
+    def _gather_offers(self, deadline: Deadline) -> list[_Offer]:
+        for want in self._wanted:
+            if tuple(want.data.shape) != want.box.shape:
+                raise ValueError(
+                    f"{want.name}: the place for {want.box} has the shape {list(want.data.shape)}"
+                )
+        held = [(name, shard.shape, shard.box) for name, shard in self._held.items()]
+        wanted = [
+            (want.name, want.shape, want.box, dtype_name(want.data.dtype)) for want in self._wanted
+        ]
+        mine = msgspec.msgpack.encode(_Offer(held, wanted))
+        return [
+            msgspec.msgpack.decode(offer, type=_Offer) for offer in self._gather(mine, deadline)
+        ]
+
+    def _require_same_plan(self, deadline: Deadline) -> None:
+        for rank, other in enumerate(self._gather(self.plan.hash.encode(), deadline)):
+            if other.decode() != self.plan.hash:
+                raise PlanMismatchError(
+                    f"rank {rank} has computed the plan {other.decode()[:16]}, this one "
+                    f"{self.plan.hash[:16]}: do they run the same versions of numpy?"
+                )
+
+    def _gather(self, mine: bytes, deadline: Deadline) -> list[bytes]:
+        """Return what each member gives, in the order of ranks."""
+        num_ranks = dist.get_world_size(self._group)
+        own = torch.tensor([len(mine)], device=self._device)
+        lengths = [torch.zeros_like(own) for _ in range(num_ranks)]
+        self._all_gather(lengths, own, deadline)
+        sizes = [int(length) for length in lengths]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self._device)
+        padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        rows = [torch.empty_like(padded) for _ in range(num_ranks)]
+        self._all_gather(rows, padded, deadline)
+        pairs = zip(rows, sizes, strict=True)
+        return [row[:size].cpu().numpy().tobytes() for row, size in pairs]
+
+    def _all_gather(self, rows: list[torch.Tensor], own: torch.Tensor, deadline: Deadline) -> None:
+        work = dist.all_gather(rows, own, group=self._group, async_op=True)
+        assert work is not None
+        self._wait(work, "offer of all ranks", deadline)
+
+    def _spec(self, piece: int) -> TensorSpec:
+        return self.plan.specs[int(self.plan.pieces.tensor[piece])]
+
+    def _wants_of(self, name: str) -> list[Want]:
+        return [want for want in self._wanted if want.name == name]
+
+
+def _plan(offers: Sequence[_Offer], round_bytes: int | None) -> ReshardPlan:
+    specs: dict[str, TensorSpec] = {}
+    for rank, offer in enumerate(offers):
+        for name, shape, _, dtype in offer.wanted:
+            spec = TensorSpec(name, parse_dtype(dtype), tuple(shape))
+            if specs.setdefault(name, spec) != spec:
+                raise PlanMismatchError(f"rank {rank} wants {spec}, others {specs[name]}")
+    for rank, offer in enumerate(offers):
+        for name, shape, _ in offer.held:
+            if name in specs and specs[name].shape != tuple(shape):
+                raise PlanMismatchError(f"rank {rank} holds {list(shape)} of {specs[name]}")
+    held = merge_ranks(
+        (name, box, rank)
+        for rank, offer in enumerate(offers)
+        for name, _, box in offer.held
+        if name in specs
+    )
+    wanted: list[Placed] = merge_ranks(
+        (name, box, rank) for rank, offer in enumerate(offers) for name, _, box, _ in offer.wanted
+    )
+    return plan_pieces(list(specs.values()), held, wanted, round_bytes=round_bytes)

@@ -1,0 +1,188 @@
+"""What the ranks of `test_resharding.py` do: trainers with DTensors, engines with slices."""
+
+import os
+import time
+import traceback
+
+import torch
+import torch.distributed as dist
+import torch.utils._python_dispatch as dispatch
+from rl_refit.resharding import Box, Exchange, Want, local_shards
+from source_ranks import Block
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+LIMIT_S = 60.0
+ROUND_BYTES = 128
+"""Less than a layer, so that there are several rounds."""
+
+
+class Model(nn.Module):
+    """Seven rows are uneven on two ranks, and one row leaves a rank's shard empty."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 7)
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.gain = nn.Parameter(torch.randn(1, 7))
+
+
+def build():
+    torch.manual_seed(0)
+    return Model()
+
+
+def sharded(fsdp, tp):
+    """Return the model on the first `fsdp * tp` ranks of the world; collective over all ranks."""
+    model = build()
+    ranks = torch.arange(fsdp * tp).view(fsdp, tp)
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("fsdp", "tp"))
+    if mesh.get_coordinate() is None:
+        return None
+    if tp > 1:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        for layer in model.layers:
+            parallelize_module(layer, mesh["tp"], plan)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["fsdp"])
+    fully_shard(model, mesh=mesh["fsdp"])
+    return model
+
+
+def wants(tp_rank, tp, dtype):
+    """Return what an engine of that tensor-parallel rank wants, in places of its own."""
+    found = []
+    for name, tensor in build().state_dict().items():
+        dim = 0 if ".up." in name else 1 if ".down." in name else None
+        box = Box.full(tuple(tensor.shape))
+        if dim is not None:
+            size = tensor.shape[dim] // tp
+            offset, shape = [0] * tensor.ndim, list(tensor.shape)
+            offset[dim], shape[dim] = tp_rank * size, size
+            box = Box(tuple(offset), tuple(shape))
+        kind = dtype if tensor.is_floating_point() else tensor.dtype
+        found.append(Want(name, tuple(tensor.shape), box, torch.zeros(box.shape, dtype=kind)))
+    return found
+
+
+class LargestAllocation(dispatch.TorchDispatchMode):
+    """Records the bytes of the largest tensor that an operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not func.is_view:
+            self.nbytes = max(self.nbytes, out.untyped_storage().nbytes())
+        return out
+
+
+def run(rank, world, path, case, results):
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+    try:
+        seen = CASES[case["kind"]](rank, case)
+    except Exception as error:
+        seen = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+    torch.save(seen, f"{results}-{rank}")
+    if "victim" in case:
+        os._exit(0)  # the group's threads may wait for the dead peer
+    dist.destroy_process_group()
+
+
+def ends(rank, case):
+    """Return what this rank holds and wants."""
+    model = sharded(case["fsdp"], case["tp"])
+    num_trainers = case["fsdp"] * case["tp"]
+    held = {} if model is None else local_shards(model.state_dict())
+    engine = rank - num_trainers
+    mine = wants(engine % case["engine_tp"], case["engine_tp"], case["dtype"])
+    return held, mine if engine >= 0 else []
+
+
+def refit(rank, case):
+    held, mine = ends(rank, case)
+    one = Exchange(held, mine, round_bytes=ROUND_BYTES, timeout_s=LIMIT_S)
+    reports = []
+    largest = LargestAllocation()
+    for version in (1, 2):
+        for shard in held.values():
+            if version == 2 and shard.data.is_floating_point():
+                shard.data.mul_(2)
+        one.begin(version)
+        with largest:
+            reports.append(one.transfer(version))
+        one.commit(version)
+    return {
+        "got": [(want.name, want.box, want.data) for want in mine],
+        "version": one.require_ready(),
+        "reports": reports,
+        "ideal": sum(want.data.nbytes for want in mine),
+        "largest": largest.nbytes,
+        "rounds": one.plan.num_rounds,
+    }
+
+
+def corrupt(rank, case):
+    """Refit while one bit of the victim's first message is flipped on its way."""
+    held, mine = ends(rank, case)
+    one = Exchange(held, mine, round_bytes=ROUND_BYTES, timeout_s=LIMIT_S)
+    if rank == case["victim"]:
+        unpack = one._unpack
+
+        def damaged(indices, message):
+            message[len(message) // 2] ^= 4
+            one._unpack = unpack
+            unpack(indices, message)
+
+        one._unpack = damaged
+    return failing(one)
+
+
+def misplace(rank, case):
+    """Refit while the victim writes the rows of each piece in another order."""
+    held, mine = ends(rank, case)
+    one = Exchange(held, mine, round_bytes=ROUND_BYTES, timeout_s=LIMIT_S)
+    if rank == case["victim"]:
+        one._wanted = [want._replace(data=want.data.flip(0)) for want in one._wanted]
+        split = one._split
+        one._split = lambda indices, message: [v.flip(0) for v in split(indices, message)]
+    return failing(one)
+
+
+def die(rank, case):
+    """Refit while the victim ends in the midst of it, or falls silent."""
+    held, mine = ends(rank, case)
+    one = Exchange(held, mine, round_bytes=ROUND_BYTES, timeout_s=case["limit_s"])
+    if rank == case["victim"]:
+        if case["how"] == "silent":
+            time.sleep(3 * case["limit_s"])
+        os._exit(1 if case["how"] == "exit" else 0)
+    return failing(one)
+
+
+def failing(one):
+    """Return how a transfer fails, and what the rank then says of its weights."""
+    one.begin(1)
+    start = time.monotonic()
+    seen = {}
+    try:
+        one.transfer(1)
+    except RuntimeError as error:
+        seen["error"] = f"{type(error).__name__}: {error}"
+    seen["seconds"] = time.monotonic() - start
+    try:
+        one.require_ready()
+    except RuntimeError as error:
+        seen["ready"] = f"{type(error).__name__}"
+    return seen
+
+
+CASES = {"refit": refit, "corrupt": corrupt, "misplace": misplace, "die": die}

@@ -1,0 +1,175 @@
+"""Boxes, layouts, plans and digests of a resharding; needs no process but this one."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rl_refit.errors import PlanMismatchError
+from rl_refit.plan import TensorSpec
+from rl_refit.resharding import Box, ParallelLayout, Placed, imbalance, plan_pieces
+from rl_refit.resharding.consumers import record
+from rl_refit.resharding.digest import add_digests, shard_digest
+
+
+def specs(layers=4, experts=4, width=16):
+    kind = torch.bfloat16
+    found = [TensorSpec("model.embed_tokens.weight", kind, (40, width))]
+    for layer in range(layers):
+        path = f"model.layers.{layer}"
+        found += [
+            TensorSpec(f"{path}.input_layernorm.weight", kind, (width,)),
+            TensorSpec(f"{path}.self_attn.q_proj.weight", kind, (3 * width, width)),
+            TensorSpec(f"{path}.self_attn.o_proj.weight", kind, (width, 3 * width)),
+        ]
+        for expert in range(experts):
+            shape = (2 * width, width)
+            found.append(TensorSpec(f"{path}.mlp.experts.{expert}.up_proj.weight", kind, shape))
+    return found
+
+
+LAYOUTS = st.builds(
+    ParallelLayout,
+    tp=st.sampled_from([1, 2, 4]),
+    fsdp=st.sampled_from([1, 2, 3, 5]),
+    pp=st.sampled_from([1, 2, 3]),
+    replicas=st.sampled_from([4, 8]),
+    ep=st.sampled_from([1, 2, 4]),
+)
+
+
+@given(LAYOUTS, st.sampled_from([1, 2, 4]), st.integers(1, 3))
+def test_every_wanted_element_is_sent_once_by_one_that_holds_it(trainer, tp, engines):
+    tensors = specs()
+    engine = ParallelLayout(tp=tp, ep=tp, replicas=engines, first_rank=trainer.num_ranks)
+    held, wanted = trainer.place(tensors), engine.place(tensors)
+    plan = plan_pieces(tensors, held, wanted, round_bytes=2048)
+    assert plan.peak_bytes() <= 2048
+    holders = {}
+    for each in held:
+        holders.setdefault(each.name, []).append(each)
+    counts = {}
+    for index in range(len(plan.pieces)):
+        name, box = tensors[int(plan.pieces.tensor[index])].name, plan.box(index)
+        sender = int(plan.pieces.sender[index])
+        assert any(sender in h.ranks and h.box.contains(box) for h in holders[name])
+        key = name, int(plan.pieces.receiver[index])
+        shape = next(t.shape for t in tensors if t.name == name)
+        box.view_of(counts.setdefault(key, torch.zeros(shape, dtype=torch.int64))).add_(1)
+    expected = {}
+    for each in wanted:
+        shape = next(t.shape for t in tensors if t.name == each.name)
+        for rank in each.ranks:
+            full = expected.setdefault((each.name, rank), torch.zeros(shape, dtype=torch.int64))
+            each.box.view_of(full).add_(1)
+    assert counts.keys() == expected.keys()
+    assert all(torch.equal(counts[key], expected[key]) for key in counts)
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+def test_replicas_share_the_load(replicas):
+    tensors = [TensorSpec(f"layers.{i}.weight", torch.float32, (512, 512)) for i in range(8)]
+    trainer = ParallelLayout(replicas=replicas)
+    plan = plan_pieces(
+        tensors, trainer.place(tensors), ParallelLayout(first_rank=replicas).place(tensors)
+    )
+    assert imbalance(plan.sent()) <= 1.05
+
+
+def test_what_nobody_holds_is_refused():
+    tensors = [TensorSpec("w", torch.float32, (4, 2))]
+    held = [Placed("w", Box((0, 0), (3, 2)), (0,))]
+    with pytest.raises(PlanMismatchError, match=r"tensor w: rank 1 wants 8 elements .* hold 6"):
+        plan_pieces(tensors, held, [Placed("w", Box.full((4, 2)), (1,))])
+    held.append(Placed("w", Box((2, 0), (2, 2)), (2,)))
+    with pytest.raises(PlanMismatchError, match="10 elements of 8 in distinct boxes"):
+        plan_pieces(tensors, held, [Placed("w", Box.full((4, 2)), (1,))])
+
+
+DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.bool]
+
+
+@given(st.integers(0, 7), st.integers(0, 5), st.sampled_from(DTYPES))
+def test_digests_of_shards_add_up(row, column, dtype):
+    full = (torch.randn(7, 5, generator=torch.Generator().manual_seed(row)) * 9).to(dtype)
+    boxes = [
+        Box((r, c), (rows, columns))
+        for r, rows in ((0, row), (row, 7 - row))
+        for c, columns in ((0, column), (column, 5 - column))
+    ]
+    parts = [shard_digest(box.view_of(full), "w", box) for box in boxes]
+    assert add_digests(parts) == shard_digest(full, "w", Box.full((7, 5)))
+
+
+def test_a_digest_is_the_sum_of_products_of_odd_keys():
+    data = torch.randn(600, 500).bfloat16()
+    ones = torch.zeros(600, 500, dtype=torch.int16)
+    total = shard_digest(data, "w", Box.full((600, 500)))
+    flipped = data.clone()
+    flipped.view(torch.int16)[17, 23] ^= 1
+    ones[17, 23] = 1
+    key = shard_digest(ones, "w", Box.full((600, 500)))
+    assert key % 2 == 1
+    sign = 1 if int(flipped.view(torch.int16)[17, 23]) & 1 else -1
+    changed = shard_digest(flipped, "w", Box.full((600, 500)))
+    assert np.uint64((changed - total) % 2**64) == np.uint64((sign * key) % 2**64)
+    swapped = data[[1, 0, *range(2, 600)]]
+    assert shard_digest(swapped, "w", Box.full((600, 500))) != total
+    assert shard_digest(data, "v", Box.full((600, 500))) != total
+
+
+def loaded(load, sources, targets):
+    """Return what the recorded slices write, and what the loader itself writes."""
+    mine = {name: torch.zeros_like(tensor) for name, tensor in targets.items()}
+    found = record(load, [(n, t.dtype, tuple(t.shape)) for n, t in sources.items()], targets)
+    assert all(not tensor.any() for tensor in targets.values())
+    for each in found.slices:
+        each.want(mine).data.copy_(each.box.view_of(sources[each.name]))
+    load(iter(sources.items()))
+    return found, mine
+
+
+def test_recorded_slices_write_what_the_loader_writes():
+    targets = {
+        "qkv": torch.zeros(12, 6),
+        "w13": torch.zeros(2, 8, 6),
+        "turned": torch.zeros(6, 5),
+        "rotary": torch.zeros(8, 3),
+        "flat": torch.zeros(24),
+        "gain": torch.zeros(6),
+    }
+
+    def load_experts(weight):
+        gate, up = weight.chunk(2, dim=1)
+        targets["w13"][1][:4].copy_(gate[3].contiguous())
+        targets["w13"][1, 4:].copy_(up[3])
+
+    def load_rotary(weight):
+        targets["rotary"].copy_(weight.view(2, 2, 2, 3).transpose(1, 2).reshape(8, 3))
+
+    loaders = {
+        "q": lambda weight: targets["qkv"].narrow(0, 0, 4).copy_(weight.narrow(0, 4, 4)),
+        "k": lambda weight: targets["qkv"][4:8].copy_(weight.to(torch.bfloat16)[2:6]),
+        "experts": load_experts,
+        "turned": lambda weight: targets["turned"].copy_(weight.t()),
+        "rotary": load_rotary,
+        "flat": lambda weight: targets["flat"].copy_(weight.flatten()),
+        "gain": lambda weight: targets["gain"].copy_(weight + 1),
+        "unread": lambda weight: None,
+    }
+
+    def load(pairs):
+        for name, weight in pairs:
+            loaders[name](weight)
+
+    shapes = {"q": (8, 6), "k": (8, 6), "experts": (4, 8, 6), "turned": (5, 6)}
+    shapes |= {"rotary": (8, 3), "flat": (4, 6), "gain": (6,), "unread": (2,)}
+    sources = {name: torch.randint(9, shape).float() for name, shape in shapes.items()}
+    found, mine = loaded(load, sources, targets)
+    assert list(found.full) == ["gain"]
+    assert "aten.add" in found.full["gain"]
+    assert found.unused == ("unread",)
+    boxes = {each.name: each.box for each in found.slices}
+    assert boxes["q"] == Box((4, 0), (4, 6))
+    for name in targets.keys() - {"gain"}:
+        assert torch.equal(mine[name], targets[name]), name
