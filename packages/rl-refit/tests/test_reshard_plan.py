@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from rl_refit.errors import PlanMismatchError
 from rl_refit.plan import TensorSpec
 from rl_refit.resharding import Box, ParallelLayout, Placed, imbalance, plan_pieces
 from rl_refit.resharding.consumers import record
 from rl_refit.resharding.digest import add_digests, shard_digest
+from rl_refit.resharding.views import NoSlicesError, slices_of
 
 
 def specs(layers=4, experts=4, width=16):
@@ -149,7 +150,7 @@ def test_recorded_slices_write_what_the_loader_writes():
 
     loaders = {
         "q": lambda weight: targets["qkv"].narrow(0, 0, 4).copy_(weight.narrow(0, 4, 4)),
-        "k": lambda weight: targets["qkv"][4:8].copy_(weight.to(torch.bfloat16)[2:6]),
+        "k": lambda weight: targets["qkv"][4:8].copy_(weight.to(torch.float64)[2:6]),
         "experts": load_experts,
         "turned": lambda weight: targets["turned"].copy_(weight.t()),
         "rotary": load_rotary,
@@ -173,3 +174,155 @@ def test_recorded_slices_write_what_the_loader_writes():
     assert boxes["q"] == Box((4, 0), (4, 6))
     for name in targets.keys() - {"gain"}:
         assert torch.equal(mine[name], targets[name]), name
+
+
+def overwrite(p, q, a, b):
+    p.copy_(a)
+    p[1:].copy_(b[1:])
+
+
+def zero_a_row(p, q, a, b):
+    p.copy_(a)
+    p[1].fill_(0)
+
+
+def double(p, q, a, b):
+    p.copy_(a)
+    p.mul_(2)
+
+
+def derive(p, q, a, b):
+    p.copy_(a)
+    q.copy_(p.t())
+
+
+def narrow_first(p, q, a, b):
+    p.copy_(a.to(torch.bfloat16))
+
+
+def round_first(p, q, a, b):
+    p.copy_(a.to(torch.int32))
+
+
+def take_bits(p, q, a, b):
+    p.view(torch.int32).copy_(a.to(torch.int32))
+
+
+def take_bytes(p, q, a, b):
+    p.view(torch.uint8)[1:].copy_(a.view(torch.uint8)[1:])
+
+
+def broadcast(p, q, a, b):
+    p.copy_(a[:1].to(torch.float64))
+
+
+def broadcast_one(p, q, a, b):
+    p.copy_(a[0, 0].to(torch.float64))
+
+
+def negate(p, q, a, b):
+    p.copy_(torch._neg_view(a))
+
+
+def concatenate(p, q, a, b):
+    torch.cat([a[:1], a[1:]], out=p)
+
+
+def copy_many(p, q, a, b):
+    torch._foreach_copy_([p], [a])
+
+
+REFUSED = [overwrite, zero_a_row, double, derive, narrow_first, round_first, take_bits, take_bytes]
+REFUSED += [broadcast, broadcast_one, negate, concatenate, copy_many]
+
+
+@pytest.mark.parametrize("take", REFUSED, ids=lambda take: take.__name__)
+def test_what_slices_cannot_reproduce_is_to_be_sent_in_full(take):
+    targets = {"p": torch.zeros(2, 3), "q": torch.zeros(3, 2)}
+    metadata = [("a", torch.float32, (2, 3)), ("b", torch.float32, (2, 3))]
+    found = record(lambda pairs: take(**targets, **dict(pairs)), metadata, targets)
+    assert not found.slices
+    assert "a" in found.full
+    assert not any(tensor.any() for tensor in targets.values())
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_views_and_wider_copies_are_slices(is_inference):
+    targets = {"p": torch.zeros(6).half(), "q": torch.zeros(1, 3).to(torch.float8_e4m3fn)}
+    both = torch.zeros(5, 3)
+    targets |= {"top": both[:2], "bottom": both[2:]}
+
+    def load(pairs):
+        given = dict(pairs)
+        targets["p"].zero_()
+        targets["p"].copy_(given["a"].float().t().reshape(6))
+        targets["q"].view(torch.uint8).copy_(given["b"].view(torch.uint8)[1:])
+        targets["top"].copy_(given["c"][:2])
+        targets["bottom"].copy_(given["c"][1:4])
+
+    sources = {
+        "a": torch.randn(2, 3).bfloat16(),
+        "b": torch.randn(2, 3).to(torch.float8_e4m3fn),
+        "c": torch.randn(4, 3),
+    }
+    metadata = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sources.items()]
+    with torch.inference_mode(is_inference):
+        found = record(load, metadata, targets)
+    assert not found.full
+    for each in found.slices:
+        each.want(targets).data.copy_(each.box.view_of(sources[each.name]))
+    mine = {name: tensor.clone() for name, tensor in targets.items()}
+    load(iter(sources.items()))
+    assert all(torch.equal(mine[name].float(), targets[name].float()) for name in mine)
+    assert all(tensor.float().any() for tensor in mine.values())
+
+
+def test_a_loader_that_cannot_be_recorded_is_refused():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    metadata = [("a", torch.float32, (2,))]
+
+    def branch(pairs):
+        if dict(pairs)["a"].sum() > 0:
+            parameter.data.zero_()
+
+    with pytest.raises(ValueError, match="cannot go on without the values of a"):
+        record(branch, metadata, {"p": parameter})
+
+    def replace(pairs):
+        parameter.data = torch.zeros(2)
+
+    with pytest.raises(ValueError, match="gives p another storage"):
+        record(replace, metadata, {"p": parameter})
+    assert parameter.data.eq(1).all()
+
+
+@given(st.data())
+def test_boxes_of_a_view_are_its_elements(data):
+    full = torch.arange(4 * 6 * 3).view(4, 6, 3)
+    view = full
+    for _ in range(3):
+        step = data.draw(st.integers(0, 4))
+        dim = data.draw(st.integers(0, view.ndim - 1))
+        size = view.shape[dim]
+        if step == 0:
+            start = data.draw(st.integers(0, size - 1))
+            view = view.narrow(dim, start, data.draw(st.integers(1, size - start)))
+        elif step == 1:
+            view = view.transpose(dim, data.draw(st.integers(0, view.ndim - 1)))
+        elif step == 2 and size % 2 == 0:
+            view = view.unflatten(dim, (2, size // 2))
+        elif step == 3 and view.is_contiguous():
+            view = view.flatten()
+        elif step == 4:
+            rows = [slice(None)] * view.ndim
+            rows[dim] = slice(data.draw(st.integers(0, size - 1)), None, 2)
+            view = view[tuple(rows)]
+    target = torch.full(view.shape, -1)
+    where = (view.storage_offset(), view.stride())
+    try:
+        boxes = slices_of(view.shape, where, (0, target.stride()), tuple(full.shape))
+    except NoSlicesError:
+        assume(False)
+    for box, offset, strides in boxes:
+        target.as_strided(box.shape, strides, offset).copy_(box.view_of(full))
+    assert torch.equal(target, view)

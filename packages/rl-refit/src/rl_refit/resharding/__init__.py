@@ -1,7 +1,8 @@
 """A refit without a full gather: each rank sends the slices that each engine rank consumes.
 
 `slices` has boxes of tensors, `layouts` where they lie over ranks, `consumers` what an engine's
-loader wants, `planner` who sends what to whom, `exchange` the transfer, `digest` its checksums.
+loader wants (with `views`, `accesses`), `planner` who sends what to whom, `exchange` the transfer,
+`digest` its checksums.
 """
 
 from rl_refit.resharding.exchange import Exchange, ExchangeReport, Want

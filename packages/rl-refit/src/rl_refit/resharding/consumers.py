@@ -14,28 +14,41 @@ experts) and the shards of tensor parallelism come out by themselves.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_refit.plan import Metadata, read_specs
+from rl_refit.resharding.accesses import Access, conflicts
 from rl_refit.resharding.exchange import Want
 from rl_refit.resharding.slices import Box
+from rl_refit.resharding.views import NoSlicesError, slices_of
 
 Loader = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
-
-MOST_SLICES = 4096
-"""Of one copy, whose elements are no box of the source: more are not listed."""
 
 _COPIES = (torch.ops.aten.copy_.default,)
 _SAME_ELEMENTS = (
     torch.ops.aten._to_copy.default,
     torch.ops.aten.clone.default,
-    torch.ops.aten.contiguous.default,
 )
+_METADATA = (torch.ops.aten._unsafe_view.default,)
+_OF_SHAPES = (
+    *_METADATA,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.zeros_like.default,
+    torch.ops.aten.ones_like.default,
+    torch.ops.aten.full_like.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_zeros.default,
+    torch.ops.aten.new_ones.default,
+    torch.ops.aten.new_full.default,
+)
+"""Of the engine's parameters, they read no values."""
 
 
 class Consumed(NamedTuple):
@@ -68,7 +81,7 @@ class Consumers:
     Attributes:
         slices: What goes into parameters as it is.
         full: Tensors that cannot be sliced, with the reason: the loader computes with their values,
-            so that they have to be sent in full and given to it.
+            or overwrites them. They have to be sent in full and given to it in one load.
         unused: Tensors that the loader has not read.
     """
 
@@ -84,6 +97,9 @@ def record(load: Loader, metadata: Metadata, targets: Mapping[str, torch.Tensor]
         load: The engine's, such as vLLM's `model.load_weights`.
         metadata: Name, dtype and full shape of the trainer's tensors.
         targets: The engine's parameters by name, on any device; their values do not change.
+
+    Raises:
+        ValueError: The loader branches on values of a tensor, or sets the `data` of a parameter.
     """
     specs = read_specs(metadata)
     recorder = _Recorder(targets)
@@ -94,8 +110,14 @@ def record(load: Loader, metadata: Metadata, targets: Mapping[str, torch.Tensor]
         )
         for spec in specs
     ]
-    with torch.no_grad(), recorder:
-        load(iter(sources))
+    try:
+        with torch.no_grad(), recorder:
+            load(iter(sources))
+    finally:
+        replaced = recorder.restore()
+    if replaced:
+        raise ValueError(f"the loader gives {', '.join(replaced)} another storage")
+    recorder.refuse_conflicts()
     slices = tuple(each for each in recorder.slices if each.name not in recorder.full)
     touched = {each.name for each in slices} | recorder.full.keys()
     unused = tuple(spec.name for spec in specs if spec.name not in touched)
@@ -107,7 +129,11 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.slices: list[Consumed] = []
         self.full: dict[str, str] = {}
-        self._targets = {_storage(tensor): (name, tensor) for name, tensor in targets.items()}
+        # Parameters may be views of one storage. The last member is what to restore.
+        self._targets: dict[int, list[tuple[str, torch.Tensor, torch.Tensor]]] = defaultdict(list)
+        for name, tensor in targets.items():
+            self._targets[_storage(tensor)].append((name, tensor, tensor.detach()))
+        self._accesses: dict[int, list[Access]] = defaultdict(list)
         # With the tensor of each storage, as an address may be reused once it is freed.
         self._sources: dict[int, tuple[str, torch.Tensor]] = {}
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -116,32 +142,66 @@ class _Recorder(TorchDispatchMode):
         self._sources[_storage(tensor)] = name, tensor
         return tensor
 
+    def restore(self) -> list[str]:
+        """Give parameters whose `data` was set their own storage back; return their names."""
+        replaced: list[str] = []
+        for storage, parameters in self._targets.items():
+            for name, tensor, original in parameters:
+                if _storage(tensor) != storage:
+                    tensor.data = original
+                    replaced.append(name)
+        return replaced
+
+    def refuse_conflicts(self) -> None:
+        """Refuse slices that the loader overwrites or reads back."""
+        for accesses in self._accesses.values():
+            reason = "the loader overwrites what it has written, or computes with it"
+            self._refuse(conflicts(accesses), reason)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensors = [each for each in _flat(args) if isinstance(each, torch.Tensor)]
+        # Under inference mode `to` and `reshape` arrive as they are: they are views or copies.
+        with self:
+            out = func.decompose(*args, **kwargs)
+        if out is not NotImplemented:
+            return out
+        tensors = _tensors([*args, *kwargs.values()])
         read = {name for each in tensors if (name := self._name_of(each))}
-        into_target = bool(tensors) and _storage(tensors[0]) in self._targets
-        if func in _COPIES and into_target:
+        used = [each for each in tensors if _storage(each) in self._targets]
+        if used and func in _COPIES and used[0] is args[0]:
             return self._copy(args[0], args[1])
-        if into_target and func._schema.is_mutable:
-            self._refuse(read, f"the loader writes it by {func}")
-            return args[0]
-        if not read:
+        if used and not func.is_view and func not in _OF_SHAPES:
+            written = _written(func, args, kwargs)
+            for each in used:
+                self._access(min(read, default=None), each)
+            if any(_storage(each) in self._targets for each in written):
+                self._refuse(read, f"the loader writes it by {func}")
+                return _returned(func, written)
+        if not read or func.is_view or func in _METADATA:
             return func(*args, **kwargs)
         if func in _SAME_ELEMENTS:
             return self._same_elements(args[0], kwargs)
-        if not func.is_view and not _is_metadata(func):
-            self._refuse(read, f"the loader computes with it: {func}")
-            # Of the same kind on the meta device, whose values nobody reads.
-            kwargs = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
-            args = _to_meta(args)
-            out = func(*args, **kwargs)
-            if isinstance(out, torch.Tensor):
-                self._sources[_storage(out)] = min(read), out
-            return out
-        return func(*args, **kwargs)
+        return self._compute(func, args, kwargs, read)
+
+    def _compute(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], read: set[str]
+    ) -> Any:
+        self._refuse(read, f"the loader computes with it: {func}")
+        # Of the same kind on the meta device, whose values nobody reads.
+        kwargs = dict(zip(kwargs, _to_meta(list(kwargs.values())), strict=True))
+        kwargs = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
+        try:
+            out = func(*_to_meta(args), **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            raise ValueError(
+                f"the loader cannot go on without the values of {', '.join(sorted(read))} "
+                f"({func}): leave them out of the metadata and send them in full"
+            ) from error
+        for each in _tensors([out]):
+            self._sources[_storage(each)] = min(read), each
+        return out
 
     def _same_elements(self, tensor: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
         dtype = kwargs.get("dtype") or tensor.dtype
@@ -149,25 +209,42 @@ class _Recorder(TorchDispatchMode):
         self._copies[_storage(copy)] = tensor, copy
         return copy
 
+    def _access(self, name: str | None, view: torch.Tensor) -> None:
+        if not view.numel():
+            return
+        start, shape, strides = int(view.storage_offset()), tuple(view.shape), view.stride()
+        itemsize = self._targets[_storage(view)][0][1].dtype.itemsize
+        access = Access(name, start, shape, strides)
+        if view.dtype.itemsize != itemsize:
+            # All elements of the parameter that it may reach.
+            first = start * view.dtype.itemsize // itemsize
+            end = -(-access.end * view.dtype.itemsize // itemsize)
+            access = Access(name, first, (end - first,), (1,))
+        self._accesses[_storage(view)].append(access)
+
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         name = self._name_of(source)
-        if name is None:
-            return target  # a constant, such as the zeros of padding: it is there already
+        self._access(name, target)
+        if _storage(source) in self._targets:
+            self._access(None, source)
+        if name is None or name in self.full or not target.numel():
+            return target  # a constant, such as the zeros of padding, is there already
         try:
-            self._record(name, target, source)
-        except _NoSlicesError as error:
+            self._record(name, target, source.expand(target.shape))
+        except NoSlicesError as error:
             self._refuse({name}, str(error))
         return target
 
     def _record(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
-        if name in self.full:
-            return
+        param_name, parameter = self._parameter_of(target)
+        dtypes = [source.dtype, target.dtype]
         while _storage(source) in self._copies:
             source, target = self._through_copy(source, target)
+            dtypes.insert(0, source.dtype)
         full = self._sources[_storage(source)][1]
-        if source.shape != target.shape:
-            source = source.expand(target.shape)
-        param_name, parameter = self._targets[_storage(target)]
+        _require_one_cast(dtypes, full.dtype, parameter.dtype)
+        if source.is_neg() or source.is_conj() or target.is_neg() or target.is_conj():
+            raise NoSlicesError("the loader computes with it: a view negates its elements")
         start = int(target.storage_offset()) - int(parameter.storage_offset())
         for box, offset, strides in slices_of(
             source.shape,
@@ -177,11 +254,22 @@ class _Recorder(TorchDispatchMode):
         ):
             self.slices.append(Consumed(name, tuple(full.shape), box, param_name, offset, strides))
 
+    def _parameter_of(self, target: torch.Tensor) -> tuple[str, torch.Tensor]:
+        """Return the parameter that has all elements of a view."""
+        first, end = _extent(target)
+        for name, tensor, _ in self._targets[_storage(target)]:
+            start, stop = _extent(tensor)
+            if start <= first and end <= stop:
+                return name, tensor
+        raise NoSlicesError("the loader writes it into several parameters at once")
+
     def _through_copy(
         self, view: torch.Tensor, target: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a view of what was copied in place of a view of the copy, and its target."""
         original, copy = self._copies[_storage(view)]
+        if view.dtype != copy.dtype:
+            raise NoSlicesError("the loader reads the bits of a copy as another dtype")
         found = slices_of(
             view.shape,
             (int(view.storage_offset()), view.stride()),
@@ -189,7 +277,7 @@ class _Recorder(TorchDispatchMode):
             tuple(copy.shape),
         )
         if len(found) != 1:
-            raise _NoSlicesError("the loader takes several slices of a copy at once")
+            raise NoSlicesError("the loader takes several slices of a copy at once")
         box, offset, strides = found[0]
         return box.view_of(original), target.as_strided(box.shape, strides, offset)
 
@@ -204,111 +292,71 @@ class _Recorder(TorchDispatchMode):
             self.full.setdefault(name, reason)
 
 
-class _NoSlicesError(Exception):
-    """The elements of a view are not a moderate number of boxes."""
-
-
-def slices_of(
-    shape: Sequence[int],
-    source: tuple[int, Sequence[int]],
-    target: tuple[int, Sequence[int]],
-    full_shape: tuple[int, ...],
-) -> list[tuple[Box, int, tuple[int, ...]]]:
-    """Return the boxes of a contiguous tensor that a view of it consists of.
-
-    Args:
-        shape: Of the view, and of the view that it is copied into.
-        source: Offset and strides of the view in the contiguous tensor.
-        target: Offset and strides of the view that it is copied into.
-        full_shape: Of the contiguous tensor.
-
-    Returns:
-        For each box, in the tensor's dims, the offset and the strides of its elements' places.
-
-    Example: the transpose of a `[2, 3]` matrix, copied into a contiguous `[3, 2]`
-        slices_of((3, 2), (0, (1, 3)), (0, (2, 1)), (2, 3)) -> [(Box((0, 0), (2, 3)), 0, (1, 2))]
-    """
-    if 0 in shape:
-        return []
-    axes = [
-        (size, step, to)
-        for size, step, to in zip(shape, source[1], target[1], strict=True)
-        if size > 1
-    ]
-    full_strides = [1] * len(full_shape)
-    for dim in range(len(full_shape) - 2, -1, -1):
-        full_strides[dim] = full_strides[dim + 1] * full_shape[dim + 1]
-    return _boxes(axes, source[0], target[0], full_shape, full_strides)
-
-
-def _boxes(
-    axes: list[tuple[int, int, int]],
-    start: int,
-    place: int,
-    full_shape: Sequence[int],
-    full_strides: Sequence[int],
-) -> list[tuple[Box, int, tuple[int, ...]]]:
-    offset: list[int] = []
-    rest = start
-    for step in full_strides:
-        offset.append(rest // step)
-        rest %= step
-    sizes, strides = [1] * len(full_shape), [0] * len(full_shape)
-    # From the smallest step up, so that the outer half of a dim that was split is met last.
-    pending = sorted(axes, key=lambda axis: axis[1])
-    while pending:
-        size, step, to = pending.pop(0)
-        if step == 0:
-            raise _NoSlicesError("the loader repeats its elements")
-        dim = max(
-            (d for d, each in enumerate(full_strides) if each <= step and full_shape[d] > 1),
-            key=lambda d: full_strides[d],
-        )
-        unit = full_strides[dim]
-        room = full_shape[dim] - offset[dim]
-        if step == unit and sizes[dim] == 1 and size > room:
-            # It runs over several dims, as of a flattened view: split it.
-            inner = full_shape[dim]
-            if offset[dim] or size % inner:
-                raise _NoSlicesError("the loader takes a range that begins or ends within a row")
-            pending.insert(0, (inner, step, to))
-            pending.insert(1, (size // inner, step * inner, to * inner))
-            continue
-        is_next = step == unit * sizes[dim] and (sizes[dim] == 1 or to == strides[dim] * sizes[dim])
-        if is_next and offset[dim] + sizes[dim] * size <= full_shape[dim]:
-            strides[dim] = to if sizes[dim] == 1 else strides[dim]
-            sizes[dim] *= size
-            continue
-        if size > MOST_SLICES:
-            raise _NoSlicesError(f"the loader takes {size} slices at once")
-        others = [axis for axis in axes if axis != (size, step, to)]
-        found = [
-            each
-            for index in range(size)
-            for each in _boxes(
-                others, start + index * step, place + index * to, full_shape, full_strides
-            )
-        ]
-        if len(found) > MOST_SLICES:
-            raise _NoSlicesError(f"the loader takes {len(found)} slices at once")
-        return found
-    return [(Box(tuple(offset), tuple(sizes)), place, tuple(strides))]
-
-
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _is_metadata(func: Any) -> bool:
-    return func in (torch.ops.aten.detach.default, torch.ops.aten._unsafe_view.default)
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first byte of a view in its storage, and one past its last."""
+    start, size = int(tensor.storage_offset()), tensor.dtype.itemsize
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return start * size, (start + last + 1) * size
 
 
-def _flat(values: Iterable[Any]) -> list[Any]:
-    return [
-        inner
-        for each in values
-        for inner in (_flat(each) if isinstance(each, list | tuple) else [each])
-    ]
+def _require_one_cast(
+    dtypes: Sequence[torch.dtype], full: torch.dtype, parameter: torch.dtype
+) -> None:
+    """Raise unless these casts give what one from the full tensor to the parameter gives."""
+    first, last = dtypes[0], dtypes[-1]
+    if (first, last) != (full, parameter):
+        # Such as both of 8 bits, taken for uint8 to be copied.
+        is_same = len({*dtypes}) == 1 and full == parameter
+        if not is_same or first.itemsize != full.itemsize:
+            raise NoSlicesError(f"the loader takes the bits of {full} for {first}, or writes such")
+        return
+    inner = list(dtypes[:-1])
+    while inner and inner[-1] == last:
+        inner.pop()
+    for one, other in pairwise(inner):
+        if one != other and not _holds(other, one):
+            raise NoSlicesError(f"the loader casts it to {other} before {last}")
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Return whether a dtype of floats has all values of another."""
+    if not (wide.is_floating_point and narrow.is_floating_point):
+        return False
+    one, other = torch.finfo(wide), torch.finfo(narrow)
+    is_finer = one.eps <= other.eps and one.smallest_normal <= other.smallest_normal
+    return is_finer and one.max >= other.max and one.bits > other.bits
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Return all tensors in nested lists, in order."""
+    found: list[torch.Tensor] = []
+    for each in values:
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, list | tuple):
+            found += _tensors(each)
+    return found
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the arguments that an operation writes."""
+    found: list[torch.Tensor] = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            found += _tensors([value])
+    return found
+
+
+def _returned(func: Any, written: list[torch.Tensor]) -> Any:
+    """Return what an operation that writes its arguments would return."""
+    if len(func._schema.returns) == 1:
+        return written[0]
+    return tuple(written) if func._schema.returns else None
 
 
 def _to_meta(values: Sequence[Any]) -> list[Any]:
