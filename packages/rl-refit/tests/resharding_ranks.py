@@ -7,7 +7,7 @@ import traceback
 import torch
 import torch.distributed as dist
 import torch.utils._python_dispatch as dispatch
-from rl_refit.resharding import Box, Exchange, Want, local_shards
+from rl_refit.resharding import Box, Exchange, Shard, Want, local_shards
 from source_ranks import Block
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -151,10 +151,39 @@ def misplace(rank, case):
     held, mine = ends(rank, case)
     one = Exchange(held, mine, round_bytes=ROUND_BYTES, timeout_s=LIMIT_S)
     if rank == case["victim"]:
-        one._wanted = [want._replace(data=want.data.flip(0)) for want in one._wanted]
+        for wants in one._wants.values():
+            wants[:] = [want._replace(data=want.data.flip(0)) for want in wants]
         split = one._split
         one._split = lambda indices, message: [v.flip(0) for v in split(indices, message)]
     return failing(one)
+
+
+def twice(rank, case):
+    """Refit an engine that wants rows in several places, some of which overlap."""
+    full = torch.arange(12.0).view(4, 3)
+    held = {"w": Shard((4, 3), Box.full((4, 3)), full)} if rank == 0 else {}
+    boxes = [Box((0, 0), (4, 3)), Box((0, 0), (4, 3)), Box((1, 0), (3, 2))] if rank else []
+    wanted = [Want("w", (4, 3), box, torch.zeros(box.shape)) for box in boxes]
+    one = Exchange(held, wanted, timeout_s=LIMIT_S)
+    one.begin(1)
+    one.transfer(1)
+    assert all(torch.equal(want.data, want.box.view_of(full)) for want in wanted)
+    return {}
+
+
+def versions(rank, case):
+    """Refit while the ranks do not agree on the version."""
+    held, mine = ends(rank, case)
+    one = Exchange(held, mine, timeout_s=LIMIT_S)
+    one.begin(1 + rank)
+    seen = {}
+    for attempt in ("first", "again"):
+        try:
+            one.transfer(1 + rank)
+        except RuntimeError as error:
+            seen[attempt] = str(error)
+        one.begin(1 + rank)
+    return seen
 
 
 def die(rank, case):
@@ -186,3 +215,4 @@ def failing(one):
 
 
 CASES = {"refit": refit, "corrupt": corrupt, "misplace": misplace, "die": die}
+CASES |= {"twice": twice, "versions": versions}

@@ -88,3 +88,15 @@ def test_a_dead_peer_ends_the_wait(tmp_path, how, victim):
         assert each["seconds"] < 8
         assert each["ready"] == "PoisonedError"
     assert f"rank {victim}" in seen[2]["error"]
+
+
+def test_a_slice_that_is_wanted_twice_arrives_in_both_places(tmp_path):
+    for each in run(tmp_path, 2, kind="twice"):
+        assert "error" not in each, each["trace"]
+
+
+def test_ranks_with_different_versions_fail_the_refit(tmp_path):
+    case = {"fsdp": 1, "tp": 1, "engine_tp": 1, "dtype": torch.float32}
+    for each in run(tmp_path, 2, kind="versions", **case):
+        assert each["first"] == "ranks transfer different versions, from 1 to 2"
+        assert "make a new group" in each["again"]

@@ -21,6 +21,7 @@ under way: make a new process group and a new `Exchange`.
 from __future__ import annotations
 
 import datetime
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -84,7 +85,7 @@ class Exchange:
 
     Args:
         held: What this rank holds, by the names that `wanted` uses; see `local_shards`.
-        wanted: What this rank consumes; the boxes of one tensor may not overlap.
+        wanted: What this rank consumes. A box that is wanted in several places is sent once.
         group: The trainers and the engines; None: the default group.
         round_bytes: Limit of what a rank sends, and of what it receives, at once; None: the
             largest layer, at most 256 MiB.
@@ -110,8 +111,12 @@ class Exchange:
         self._group = group if group is not None else dist.group.WORLD
         self._rank = dist.get_rank(self._group)
         self._held, self._wanted = dict(held or {}), list(wanted)
+        self._wants: dict[str, list[Want]] = defaultdict(list)
+        for want in self._wanted:
+            self._wants[want.name].append(want)
         self._timeout_s, self._device = timeout_s, torch.device(device or "cpu")
         self.weights = WeightVersion(self._rank)
+        self._has_failed = False
         deadline = Deadline(timeout_s)
         offers = self._gather_offers(deadline)
         self.plan = _plan(offers, round_bytes)
@@ -134,12 +139,16 @@ class Exchange:
         Raises:
             VerificationError: A digest differs, on this rank or on another.
             RefitTimeoutError: A member did not do its part in time; the message names it.
-            RefitError: A connection has broken; the message names the rank.
+            RefitError: A connection has broken, and the message names the rank; ranks transfer
+                different versions; or a transfer of this exchange has failed before.
         """
         self.weights.require_begun(version)
         try:
+            if self._has_failed:
+                raise RefitError("a transfer has failed: make a new group and a new Exchange")
             report = self._run(version, Deadline(self._timeout_s))
         except BaseException as error:
+            self._has_failed = True
             self.weights.poison(str(error))
             raise
         self.weights.set_loaded()
@@ -163,7 +172,7 @@ class Exchange:
             sent, received, peak = sent + out, received + into, max(peak, out + into)
             num_rounds += 1
         problem = self._verify(sums, deadline)
-        self._agree(problem, deadline)
+        self._agree(version, problem, deadline)
         return ExchangeReport(
             version=version,
             bytes_sent=sent,
@@ -240,8 +249,11 @@ class Exchange:
     def _unpack(self, indices: list[int], message: torch.Tensor) -> None:
         for index, room in zip(indices, self._split(indices, message), strict=True):
             name, box = self._spec(index).name, self.plan.box(index)
-            want = next(w for w in self._wants_of(name) if w.box.contains(box))
-            box.relative_to(want.box).view_of(want.data).copy_(room)
+            for want in self._wants.get(name, ()):
+                # Of several places for the same box, or of overlapping boxes, each gets it.
+                if common := want.box.intersect(box):
+                    place = common.relative_to(want.box).view_of(want.data)
+                    place.copy_(common.relative_to(box).view_of(room))
 
     def _split(self, indices: list[int], message: torch.Tensor) -> list[torch.Tensor]:
         """Return each piece's view of a message, of its shape and dtype.
@@ -263,14 +275,17 @@ class Exchange:
         expected = self._exchange_digests(sums, deadline)
         for name, digest in expected.items():
             # Of what the engine's own tensors hold now, at the places where it wants it.
-            found = add_digests(
-                [shard_digest(want.data, name, want.box) for want in self._wants_of(name)]
-            )
-            if found != digest:
-                return (
-                    f"the digest of what rank {self._rank} holds of {name} is {found:016x}, that "
-                    f"of what was sent to it {digest:016x}"
-                )
+            places: dict[Box, list[int]] = defaultdict(list)
+            for want in self._wants[name]:
+                places[want.box].append(shard_digest(want.data, name, want.box))
+            # A box is sent once for all of its places, whose digests have to be equal.
+            for choose in (min, max):
+                found = add_digests([choose(each) for each in places.values()])
+                if found != digest:
+                    return (
+                        f"the digest of what rank {self._rank} holds of {name} is {found:016x}, "
+                        f"that of what was sent to it {digest:016x}"
+                    )
         return ""
 
     def _exchange_digests(
@@ -306,22 +321,31 @@ class Exchange:
                 totals[tensor] = add_digests([totals.get(tensor, 0), value])
         return {self.plan.specs[tensor].name: value for tensor, value in totals.items()}
 
-    def _agree(self, problem: str, deadline: Deadline) -> None:
-        """Return if no member has a problem, raise on all otherwise."""
-        worst = torch.tensor([-1 if not problem else self._rank], device=self._device)
+    def _agree(self, version: int, problem: str, deadline: Deadline) -> None:
+        """Return if all members have one version and none has a problem, raise on all otherwise."""
+        mine = [self._rank if problem else -1, version, -version]
+        worst = torch.tensor(mine, device=self._device)
         work = dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
         self._wait(work, "agreement of all ranks", deadline)
         if problem:
             raise VerificationError(problem, rank=self._rank)
-        if worst.item() >= 0:
-            raise VerificationError("what it received differs from what was sent", rank=int(worst))
+        rank, newest, oldest = worst.tolist()
+        if rank >= 0:
+            raise VerificationError("what it received differs from what was sent", rank=rank)
+        if newest != -oldest:
+            raise RefitError(f"ranks transfer different versions, from {-oldest} to {newest}")
 
     def _gather_offers(self, deadline: Deadline) -> list[_Offer]:
         for want in self._wanted:
             if tuple(want.data.shape) != want.box.shape:
                 raise ValueError(
                     f"{want.name}: the place for {want.box} has the shape {list(want.data.shape)}"
+                )
+        for name, shard in self._held.items():
+            if tuple(shard.data.shape) != shard.box.shape:
+                raise ValueError(
+                    f"{name}: the shard {shard.box} has the shape {list(shard.data.shape)}"
                 )
         held = [(name, shard.shape, shard.box) for name, shard in self._held.items()]
         wanted = [
@@ -337,7 +361,7 @@ class Exchange:
             if other.decode() != self.plan.hash:
                 raise PlanMismatchError(
                     f"rank {rank} has computed the plan {other.decode()[:16]}, this one "
-                    f"{self.plan.hash[:16]}: do they run the same versions of numpy?"
+                    f"{self.plan.hash[:16]}: do they have the same round_bytes and numpy?"
                 )
 
     def _gather(self, mine: bytes, deadline: Deadline) -> list[bytes]:
@@ -361,9 +385,6 @@ class Exchange:
 
     def _spec(self, piece: int) -> TensorSpec:
         return self.plan.specs[int(self.plan.pieces.tensor[piece])]
-
-    def _wants_of(self, name: str) -> list[Want]:
-        return [want for want in self._wanted if want.name == name]
 
 
 def _plan(offers: Sequence[_Offer], round_bytes: int | None) -> ReshardPlan:
