@@ -3,14 +3,19 @@
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from rl_refit.errors import PlanMismatchError
 from rl_refit.plan import TensorSpec
-from rl_refit.resharding import Box, ParallelLayout, Placed, imbalance, plan_pieces
+from rl_refit.resharding import Box, ParallelLayout, Placed, imbalance, local_shards, plan_pieces
 from rl_refit.resharding.consumers import record
 from rl_refit.resharding.digest import add_digests, shard_digest
 from rl_refit.resharding.views import NoSlicesError, slices_of
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 def specs(layers=4, experts=4, width=16):
@@ -326,3 +331,28 @@ def test_boxes_of_a_view_are_its_elements(data):
     for box, offset, strides in boxes:
         target.as_strided(box.shape, strides, offset).copy_(box.view_of(full))
     assert torch.equal(target, view)
+
+
+def test_rows_that_are_held_twice_do_not_make_up_for_a_gap():
+    tensors = [TensorSpec("w", torch.float32, (6, 2))]
+    held = [Placed("w", Box((start, 0), (3, 2)), (start,)) for start in (0, 1)]
+    with pytest.raises(PlanMismatchError, match=r"wants 12 elements .* hold 12, some twice"):
+        plan_pieces(tensors, held, [Placed("w", Box.full((6, 2)), (2,))])
+
+
+def test_a_strided_shard_that_is_no_box_is_refused():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2))
+        local = torch.zeros(2, 3)
+        good = [_StridedShard(0, split_factor=2), Shard(0)]
+        bad = [Shard(0), _StridedShard(0, split_factor=2)]
+        one, other = (
+            DTensor.from_local(local, mesh, each, shape=(8, 3), stride=(3, 1), run_check=False)
+            for each in (good, bad)
+        )
+        assert local_shards({"w": one})["w"].box == Box((0, 0), (2, 3))
+        with pytest.raises(ValueError, match="of dim 0 that are not consecutive"):
+            local_shards({"w": other})
+    finally:
+        dist.destroy_process_group()

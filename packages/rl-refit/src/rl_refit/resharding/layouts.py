@@ -9,12 +9,15 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from rl_refit.plan import TensorSpec, layer_of
 from rl_refit.resharding.slices import Box
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class Placed(NamedTuple):
@@ -42,8 +45,8 @@ def local_shards(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shard]:
     replicas are. A rank whose shard is empty has no entry.
 
     Raises:
-        ValueError: The values of a tensor are yet to be summed over ranks (`Partial`), or torch
-            says another shape of the shard than it has.
+        ValueError: The values of a tensor are yet to be summed over ranks (`Partial`), a shard is
+            no box of the tensor, or torch says another shape of the shard than it has.
     """
     found = {name: _local_shard(name, tensor.detach()) for name, tensor in tensors.items()}
     return {name: shard for name, shard in found.items() if shard.data.numel()}
@@ -68,7 +71,30 @@ def _local_shard(name: str, tensor: torch.Tensor) -> Shard:
             f"{name}: the shard of {list(tensor.shape)} under {tensor.placements} has the shape "
             f"{list(data.shape)}, torch computes {list(shape)}"
         )
+    if data.numel():
+        _require_ranges(name, tensor)
     return Shard(tuple(tensor.shape), Box(tuple(offset), tuple(shape)), data)
+
+
+def _require_ranges(name: str, tensor: DTensor) -> None:
+    """Raise where a `_StridedShard` has indices that are no range: torch gives the first alone."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    strided = {p.dim for p in tensor.placements if hasattr(p, "split_factor")}
+    for dim in strided:
+        indices = torch.arange(tensor.shape[dim])
+        for axis, placement in enumerate(tensor.placements):
+            if not placement.is_replicate() and placement.dim == dim:
+                parts = indices.chunk(getattr(placement, "split_factor", 1))
+                chunks = [part.chunk(tensor.device_mesh.size(axis)) for part in parts]
+                indices = torch.cat(
+                    [each[coordinate[axis]] for each in chunks if coordinate[axis] < len(each)]
+                )
+        if int(indices[-1] - indices[0]) + 1 != len(indices):
+            raise ValueError(
+                f"{name}: the shard of {list(tensor.shape)} under {tensor.placements} has indices "
+                f"of dim {dim} that are not consecutive: redistribute it first"
+            )
 
 
 def merge_ranks(entries: Iterable[tuple[str, Box, int]]) -> list[Placed]:
