@@ -80,11 +80,15 @@ def _require_ranges(name: str, tensor: DTensor) -> None:
     """Raise where a `_StridedShard` has indices that are no range: torch gives the first alone."""
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
-    strided = {p.dim for p in tensor.placements if hasattr(p, "split_factor")}
+    dims: list[int | None] = [getattr(each, "dim", None) for each in tensor.placements]
+    strided = {
+        d for d, p in zip(dims, tensor.placements, strict=True) if hasattr(p, "split_factor")
+    }
     for dim in strided:
+        assert dim is not None
         indices = torch.arange(tensor.shape[dim])
         for axis, placement in enumerate(tensor.placements):
-            if not placement.is_replicate() and placement.dim == dim:
+            if dims[axis] == dim:
                 parts = indices.chunk(getattr(placement, "split_factor", 1))
                 chunks = [part.chunk(tensor.device_mesh.size(axis)) for part in parts]
                 indices = torch.cat(
