@@ -143,6 +143,7 @@ def test_every_layout_equals_plain_transformers(pools, oracles, layout, model, b
         assert_equal_parameters(result["parameters"], expected, PARAMETER_TOLERANCE)
 
 
+@pytest.mark.slow
 def test_norms_count_each_experts_bias_once_where_tensor_parallel_ranks_have_their_own(
     pools, oracles
 ):
