@@ -141,3 +141,25 @@ def test_every_layout_equals_plain_transformers(pools, oracles, layout, model, b
                 result[key], torch.tensor(plain), rtol=RELATIVE_TOLERANCE, atol=0
             )
         assert_equal_parameters(result["parameters"], expected, PARAMETER_TOLERANCE)
+
+
+@pytest.mark.slow
+def test_norms_count_each_experts_bias_once_where_tensor_parallel_ranks_have_their_own(
+    pools, oracles
+):
+    oracle = oracles("gpt_oss", 2)
+    sizes = {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    }
+    config = make_config(oracle["path"], **sizes)
+    results = pools(2).run(
+        run_case, config=config, batch=oracle["batch"], section=None, num_calls=1
+    )
+    _, _, norms = oracle["training"]
+    # A call has two steps.
+    expected = torch.tensor(norms)[:2]
+    for result in results:
+        torch.testing.assert_close(result["grad_norms"], expected, rtol=RELATIVE_TOLERANCE, atol=0)

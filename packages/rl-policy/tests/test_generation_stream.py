@@ -14,9 +14,10 @@ import pytest
 import ray
 import torch
 from rl_batched_data import BatchedDataDict
-from rl_interfaces import StreamFullError, TicketsLostError
+from rl_interfaces import FinishedSubmission, StreamFullError, TicketsLostError
 from rl_policy import RayVirtualCluster, RayWorkerGroup
 from rl_policy.generation.stream import SampledAtCollect
+from rl_policy.generation.vllm import VllmGeneration
 from rl_policy.generation.vllm.engine.running import EndedSubmission, RequestLoop
 from rl_policy.generation.vllm.engine.turns import EngineThread
 from rl_policy.generation.vllm.stream import LANES, EngineLostError, EngineStream
@@ -365,6 +366,35 @@ def test_engines_that_another_call_has_found_dead_are_named_with_all_their_ticke
         assert error.value.tickets == tickets
     finally:
         group.shutdown()
+
+
+class OneEngine:
+    """A group of one engine, which lives."""
+
+    ranks_stand_alone, lost_ranks = True, ()
+
+
+class FailingMembership:
+    """An engine that is started anew fails once for good."""
+
+    num_calls = 0
+
+    def advance(self):
+        self.num_calls += 1
+        if self.num_calls == 1:
+            raise RuntimeError("no room")
+
+
+def test_an_engine_that_does_not_start_again_costs_none_of_what_has_finished():
+    engines = object.__new__(VllmGeneration)
+    engines._group, engines._members = None, FailingMembership()
+    engines._stream = EngineStream(OneEngine(), engine_ranks=[0], limit=9, timeout_s=LIMIT_S)
+    finished = FinishedSubmission(ticket=3, output=rows(0.0), finish_reasons=("stop",))
+    engines._stream.put_back([finished])
+    with pytest.raises(RuntimeError, match="no room"):
+        engines.collect(timeout_s=LIMIT_S)
+    assert engines.collect(timeout_s=LIMIT_S) == [finished]
+    assert engines.collect(timeout_s=LIMIT_S) == []
 
 
 class Echo:

@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 import ray
+from ray.exceptions import RayActorError
 from rl_policy import RayVirtualCluster, RayWorkerGroup
 from rl_policy.generation.vllm import replacement
 from rl_policy.generation.vllm.replacement import Replacements
@@ -128,6 +129,31 @@ def test_a_start_in_time_takes_no_failure_from_the_limit(monkeypatch):
     now[0] = 2 * START_S
     replacements.advance()
     assert (group.constructed, replacements.joining) == ([1], [1])
+
+
+class DyingGroup(HangingGroup):
+    """Ranks whose process ends while it is constructed."""
+
+    def get(self, construction):
+        raise RayActorError
+
+    def failure_of(self, rank, method, failure):
+        # As a death is noted by the group.
+        self.num_deaths[rank] += 1
+        return WorkerDiedError(f"rank {rank} died", reason="", details=str(failure))
+
+
+def test_an_engine_whose_process_ends_at_each_start_is_given_up_for_good(monkeypatch):
+    group = DyingGroup(2, lost=[1], hanging=())
+    monkeypatch.setattr(replacement, "ray", group)
+    monkeypatch.setattr(replacement, "_MOST_FAILURES", 2)
+    replacements = Replacements(group, ranks_per_engine=1, start_timeout_s=START_S)
+    replacements.advance()
+    with pytest.raises(WorkerDiedError, match="rank 1 died"):
+        replacements.advance()
+    assert (group.constructed, group.ended) == ([1, 1], [1])
+    replacements.advance()
+    assert (group.constructed, replacements.joining) == ([1, 1], [])
 
 
 @pytest.mark.slow

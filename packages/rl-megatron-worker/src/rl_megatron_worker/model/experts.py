@@ -180,6 +180,10 @@ class ExpertOutput(RowParallelLinear):
         if self.bias is not None:
             # Ranks may hold other experts, and those of one hold the full gradient.
             self.bias.sequence_parallel = False  # type: ignore[attr-defined]
+            # What is not marked counts in gradient norms on the first tensor-parallel rank alone,
+            # and the others may hold experts of their own.
+            is_first = cast("dist.ProcessGroup", self.tp_group).rank() == 0
+            self.bias.tensor_model_parallel = is_first  # type: ignore[attr-defined]
 
     def shared_bias(self) -> torch.Tensor:
         """Return this rank's share of the bias, `[hidden_size]`."""

@@ -303,9 +303,15 @@ class VllmGeneration(GenerationInterface):
                 without staging, or a refit has lost its weights.
             EngineLostError: Every engine has died, or one of those that are not replaced. What
                 others sample can still be collected.
+            Exception: Several starts anew of an engine have failed; what the last one raised. The
+                next call returns what has finished.
         """
         finished = self._stream.collect(tickets, timeout_s=timeout_s)
-        self._members.advance()
+        try:
+            self._members.advance()
+        except BaseException:
+            self._stream.put_back(finished)
+            raise
         return finished
 
     def cancel(self, tickets: Iterable[int]) -> None:

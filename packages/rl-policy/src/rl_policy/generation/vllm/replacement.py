@@ -137,6 +137,8 @@ class Replacements:
         failures = self._failures[engine] = self._failures.get(engine, 0) + 1
         if failures >= _MOST_FAILURES:
             self._group.end_lost(ranks)
+            # Those of its last start are no reason for another one.
+            self._deaths_before[engine] = self._deaths(ranks)
             raise failure
         logger.warning(
             "engine %d did not start, and is started again: %s", engine, failure, exc_info=failure

@@ -217,6 +217,10 @@ class EngineStream:
                 break
         return []
 
+    def put_back(self, finished: Iterable[FinishedSubmission]) -> None:
+        """Have the next `collect` return again what one has returned."""
+        self._finished |= {each.ticket: each for each in finished}
+
     def cancel(self, tickets: Iterable[int]) -> None:
         """Abort submissions, see `GenerationStream.cancel`."""
         wanted = set(require_known(tickets, self._known()))
