@@ -11,6 +11,7 @@ from rl_refit.plan import TensorSpec
 from rl_refit.resharding import Box, ParallelLayout, Placed, imbalance, local_shards, plan_pieces
 from rl_refit.resharding.consumers import record
 from rl_refit.resharding.digest import add_digests, shard_digest
+from rl_refit.resharding.planner import MOST_ROUND_BYTES
 from rl_refit.resharding.views import NoSlicesError, slices_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -356,3 +357,12 @@ def test_a_strided_shard_that_is_no_box_is_refused():
             local_shards({"w": other})
     finally:
         dist.destroy_process_group()
+
+
+def test_by_default_a_round_has_room_for_a_row_of_stacked_experts():
+    spec = TensorSpec("layers.0.experts.gate_up_proj", torch.float32, (8, 28672, 4096))
+    held = [Placed(spec.name, Box.full(spec.shape), (0,))]
+    wanted = [Placed(spec.name, Box.full(spec.shape), (1,))]
+    plan = plan_pieces([spec], held, wanted)
+    assert plan.round_bytes == 28672 * 4096 * 4 > MOST_ROUND_BYTES
+    assert plan.pieces.round.tolist() == list(range(8))

@@ -88,7 +88,7 @@ class Exchange:
         wanted: What this rank consumes. A box that is wanted in several places is sent once.
         group: The trainers and the engines; None: the default group.
         round_bytes: Limit of what a rank sends, and of what it receives, at once; None: the
-            largest layer, at most 256 MiB.
+            largest layer, at most 256 MiB or a row.
         timeout_s: Limit of the construction, and of each transfer, in seconds.
         device: Of the messages; None: the CPU. NCCL needs a GPU.
 

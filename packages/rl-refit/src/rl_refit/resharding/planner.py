@@ -138,7 +138,7 @@ def plan_pieces(
         held: Boxes and the ranks that hold them. Distinct boxes of a tensor do not overlap.
         wanted: Boxes and the ranks that want them. Those of one rank do not overlap.
         round_bytes: Limit of what a rank sends, and of what it receives, in one round; None: the
-            largest layer, at most 256 MiB.
+            largest layer, at most 256 MiB or a row.
 
     Raises:
         PlanMismatchError: A wanted box is not held in full, or held boxes overlap.
@@ -192,11 +192,14 @@ def plan_pieces(
 
 
 def default_round_bytes(specs: Sequence[TensorSpec]) -> int:
-    """Return the bytes of the largest layer, at most `MOST_ROUND_BYTES`."""
+    """Return the bytes of the largest layer, at most `MOST_ROUND_BYTES` or the largest row."""
     layers: dict[str, int] = defaultdict(int)
     for spec in specs:
         layers[layer_of(spec.name)] += spec.nbytes
-    return min(max(layers.values(), default=1) or 1, MOST_ROUND_BYTES)
+    # Slices are divided along their first dim of more than one index alone.
+    rows = (spec.nbytes // next((size for size in spec.shape if size > 1), 1) for spec in specs)
+    most = max(MOST_ROUND_BYTES, *rows)
+    return min(max(layers.values(), default=1) or 1, most)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
