@@ -94,7 +94,7 @@ def test_a_run_is_served_and_ends_with_a_signal(tmp_path):
             timeout=START_S,
         )
         assert second.returncode == 2
-        assert f"port={port}: Address already in use" in second.stderr
+        assert f"--host 127.0.0.1 --port {port}: Address already in use" in second.stderr
         process.send_signal(signal.SIGTERM)
         assert process.wait(END_S) == 128 + signal.SIGTERM, log.read_text()
     finally:
