@@ -41,7 +41,7 @@ def keyed_sum_digest(data: torch.Tensor, *, position: int) -> int:
         The same number on every device.
     """
     words = data.view(torch.int32)
-    keys = _keys(data.device)
+    keys = _keys(data.device, PIECE_WORDS)
     products = torch.empty(min(PIECE_WORDS, len(words)), dtype=torch.int64, device=data.device)
     sums = torch.empty(-(-len(words) // PIECE_WORDS), dtype=torch.int64, device=data.device)
     for index in range(len(sums)):
@@ -114,10 +114,10 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _keys(device: torch.device) -> torch.Tensor:
+def _keys(device: torch.device, count: int) -> torch.Tensor:
     # splitmix64 (Steele, Lea and Flood 2014); odd, as only an odd key has an inverse modulo 2^64.
     with np.errstate(over="ignore"):
-        state = np.arange(1, PIECE_WORDS + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        state = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         state = (state ^ (state >> np.uint64(31))) | np.uint64(1)
