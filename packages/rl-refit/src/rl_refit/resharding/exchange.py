@@ -365,7 +365,10 @@ class Exchange:
                 )
 
     def _gather(self, mine: bytes, deadline: Deadline) -> list[bytes]:
-        """Return what each member gives, in the order of ranks."""
+        """Return what each member gives, in the order of ranks.
+
+        Not `all_gather_object`, which unpickles what comes from a socket.
+        """
         num_ranks = dist.get_world_size(self._group)
         own = torch.tensor([len(mine)], device=self._device)
         lengths = [torch.zeros_like(own) for _ in range(num_ranks)]
