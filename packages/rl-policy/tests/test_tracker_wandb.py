@@ -6,7 +6,7 @@ import pytest
 from tracked_runs import track
 
 pytestmark = pytest.mark.needs("rl-policy[wandb]")
-pytest.importorskip("wandb", reason="comes with the extra wandb")
+wandb = pytest.importorskip("wandb", reason="comes with the extra wandb")
 from wandb.proto import wandb_internal_pb2  # noqa: E402
 
 BLOCK, HEADER = 2**15, 7
@@ -49,6 +49,7 @@ def test_a_run_and_its_resume_are_one_run_of_the_project(tmp_path, monkeypatch):
     track(tmp_path, "wandb", steps=[0, 1, 2])
     time.sleep(1.1)  # its directory has the second of the start in its name
     track(tmp_path, "wandb", steps=[2, 3], resumed_step=1)
+    wandb.teardown()  # `finish` only tells the service to close the file; its end has closed it
     found = [records(path) for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))]
     assert len(found) == 2
     runs = [
