@@ -189,6 +189,7 @@ def versions(rank, case):
 def die(rank, case):
     """Refit while the victim ends in the midst of it, or falls silent."""
     held, mine = ends(rank, case)
+    dist.barrier()  # the limit is for the exchange alone, and trainers take longer to get here
     one = Exchange(held, mine, round_bytes=ROUND_BYTES, timeout_s=case["limit_s"])
     if rank == case["victim"]:
         if case["how"] == "silent":
