@@ -15,7 +15,6 @@ exchange's errors are those of the group: the trainers, then the receivers.
 
 # torch annotates its distributed functions only in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -30,9 +29,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from rl_refit.ends.outbound import OutboundStream
+from rl_refit.ends.outbound import Connections, OutboundStream
 from rl_refit.errors import RefitError
-from rl_refit.protocol.channel import Filled
+from rl_refit.protocol.channel import Channel, Filled
 from rl_refit.protocol.waiting import Closing, Deadline, run_bounded
 from rl_refit.report import RefitReport
 from rl_refit.resharding.exchange import Exchange, ExchangeReport, Wanted
@@ -110,6 +109,7 @@ class ReshardSender(Closing):
                 host=host,
                 timeout_s=timeout_s,
                 exchange=self._lead,
+                renew=self._member.close,
             )
             self._store, self._port = serve_store(host, timeout_s=timeout_s)
         # Of rank 0, in the refit that is being sent.
@@ -123,7 +123,9 @@ class ReshardSender(Closing):
         Raises:
             RefitError: This is another rank.
         """
-        return self._require_control().address
+        if self._control is None:
+            raise RefitError(f"trainer rank {self._rank} has no address: take that of rank 0")
+        return self._control.address
 
     def send(self, version: int) -> RefitReport | None:
         """Send the slices; return once every engine has verified and, at rank 0, loaded them.
@@ -231,14 +233,13 @@ class SliceReceiver(Closing):
     """An engine rank's end, beside its `RefitReceiver`: receives the slices that it consumes.
 
         receiver.begin(version)
-        receiver.receive(version, lambda tensors: slices.receive(tensors, version))
+        receiver.receive(version, lambda tensors: slices.receive(tensors, version, wanted))
 
-    An engine that assembles its weights from the places of its slices does so in `check`, or behind
-    `slices.receive`. Not thread-safe.
+    An engine that assembles its weights from the places of its slices does so behind that call, or
+    in `check`. Not thread-safe, except for `close`.
 
     Args:
         rank: The rank of the `RefitReceiver`.
-        wanted: What this rank consumes, see `Exchange`.
         device: Of the messages, as the sender's.
         round_bytes: As the sender's.
         timeout_s: Limit of one exchange, in seconds.
@@ -247,17 +248,24 @@ class SliceReceiver(Closing):
     def __init__(
         self,
         rank: int,
-        wanted: Wanted,
         *,
         device: torch.device | str = "cpu",
         round_bytes: int | None = None,
         timeout_s: float = 300.0,
     ) -> None:
-        self._rank, self._wanted = rank, wanted
+        self._rank = rank
         self._member = SliceMember(device=device, round_bytes=round_bytes, timeout_s=timeout_s)
 
-    def receive(self, tensors: list[tuple[str, torch.Tensor]], version: int) -> ExchangeReport:
-        """Receive a version's slices in their places, given what `load` was called with.
+    def receive(
+        self, tensors: list[tuple[str, torch.Tensor]], version: int, wanted: Wanted
+    ) -> ExchangeReport:
+        """Receive a version's slices in their places.
+
+        Args:
+            tensors: What `load` was called with.
+            version: Of the refit.
+            wanted: What this rank consumes, see `Exchange`; read if the group is new, as after a
+                failure, and kept otherwise.
 
         Raises:
             VerificationError: The digest of what has arrived is wrong, here or at another rank.
@@ -268,7 +276,7 @@ class SliceReceiver(Closing):
             raise RefitError(f"the sender sends tensors, not slices: {', '.join(names[:3])}")
         invitation = Invitation.decode(tensors[0][1])
         return self._member.transfer(
-            invitation, invitation.num_trainers + self._rank, version, wanted=self._wanted
+            invitation, invitation.num_trainers + self._rank, version, wanted=wanted
         )
 
     def close(self) -> None:
@@ -402,9 +410,16 @@ class _InvitingSender(RefitSender):
         host: str,
         timeout_s: float,
         exchange: Callable[[int], None],
+        renew: Callable[[], None],
     ) -> None:
         super().__init__(source, transport, num_receivers, host=host, timeout_s=timeout_s)
         self._stream_class = partial(_InvitingStream, exchange=exchange)
+        self._renew = renew
+
+    def _open(self, channels: dict[int, Channel], version: int, deadline: Deadline) -> Connections:
+        # Those that have connected anew are not in the group.
+        self._renew()
+        return super()._open(channels, version, deadline)
 
 
 @dataclass(kw_only=True)

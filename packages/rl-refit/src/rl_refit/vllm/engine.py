@@ -225,6 +225,8 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
     def abandon_staging(self) -> None:
         """Give up a version that is being received; the weights that serve stay."""
         if self._staging is not None and self._staging.is_alive():
+            if self._slices is not None:
+                self._slices.close()
             # The receiver connects again with the next refit.
             self.require_receiver().close()
             # The next load must not run beside it: vLLM's current config belongs to the process.
@@ -386,9 +388,10 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
         if not tensors or tensors[0][0] != INVITATION:
             return None
         if self._sliced is None or self._slices is None:
-            self._sliced = SlicedModel(model, self.vllm_config)
-            self._slices = SliceReceiver(self._rank, self._sliced.wanted, timeout_s=self._timeout_s)
-        self._exchanged = self._slices.receive(tensors, version)
+            self._sliced = SlicedModel(self.vllm_config)
+            self._slices = SliceReceiver(self._rank, timeout_s=self._timeout_s)
+        wanted = partial(self._sliced.wanted, model)
+        self._exchanged = self._slices.receive(tensors, version, wanted)
         return self._sliced
 
     def _report_slices(self) -> None:

@@ -28,6 +28,7 @@ from rl_refit.vllm.staging import own_metadata
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.model_executor.models.interfaces_base import VllmModel
 
     from rl_refit.vllm.reload import LayerwiseReload
 
@@ -36,26 +37,29 @@ class SlicedModel:
     """Places for what one worker consumes.
 
     Args:
-        model: A model of vLLM, whose weights do not change.
         config: The engine's.
 
     Raises:
         RefitError: The engine is quantised or serves adapters.
     """
 
-    def __init__(self, model: torch.nn.Module, config: VllmConfig) -> None:
+    def __init__(self, config: VllmConfig) -> None:
         if reason := _why_unsupported(config):
             raise RefitError(f"slices cannot be loaded: {reason}; send tensors")
-        self._model = model
         self._metadata: list[WeightMeta] | None = None
         self._wants: list[Want] = []
         self._parameters: dict[str, torch.Tensor] = {}
         self._full: dict[str, torch.Tensor] = {}
 
-    def wanted(self, metadata: Sequence[WeightMeta]) -> list[Want]:
-        """Return what this worker wants of tensors with these names, dtypes and full shapes."""
+    def wanted(self, model: VllmModel, metadata: Sequence[WeightMeta]) -> list[Want]:
+        """Return what this worker wants of the trainer's tensors.
+
+        Args:
+            model: Its loader is run, and its weights do not change; no forward pass may run.
+            metadata: Name, dtype and full shape of the tensors.
+        """
         if self._metadata != list(metadata):
-            self._make_places(metadata)
+            self._make_places(model, metadata)
             self._metadata = list(metadata)
         return self._wants
 
@@ -65,9 +69,9 @@ class SlicedModel:
             reload.load(list(self._full.items()))
         reload.load_parameters(self._parameters)
 
-    def _make_places(self, metadata: Sequence[WeightMeta]) -> None:
-        with _as_loaded(self._model) as targets:
-            found = record(self._model.load_weights, metadata, targets).of_complete_parameters()
+    def _make_places(self, model: VllmModel, metadata: Sequence[WeightMeta]) -> None:
+        with _as_loaded(model) as targets:
+            found = record(model.load_weights, metadata, targets).of_complete_parameters()
             self._parameters = {
                 name: torch.zeros_like(targets[name], device="cpu")
                 for name in {each.target for each in found.slices}
