@@ -133,7 +133,9 @@ class Trainers:
         pairs = [context.Pipe() for _ in range(NUM_TRAINERS)]
         self._pipes = [pair[0] for pair in pairs]
         self._processes = [
-            context.Process(target=train, args=(rank, directory, num_receivers, pair[1]))
+            context.Process(
+                target=train, args=(rank, directory, num_receivers, pair[1]), daemon=True
+            )
             for rank, pair in enumerate(pairs)
         ]
         for process, (_, theirs) in zip(self._processes, pairs, strict=True):

@@ -367,10 +367,10 @@ class Exchange:
         options.reduceOp = dist.ReduceOp.MAX
         self._wait(self._group.allreduce([worst], options), "agreement of all ranks", deadline)
         if problem:
-            raise VerificationError(problem, rank=self._rank)
+            raise VerificationError(problem)
         rank, newest, oldest = worst.tolist()
         if rank >= 0:
-            raise VerificationError("what it received differs from what was sent", rank=rank)
+            raise VerificationError(f"what rank {rank} received differs from what was sent to it")
         if newest != -oldest:
             raise RefitError(f"ranks transfer different versions, from {-oldest} to {newest}")
 
