@@ -28,6 +28,8 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rl_policy.ray.hosts import SpareHosts
+
 if TYPE_CHECKING:
     from rl_interfaces import Cluster
 
@@ -222,6 +224,7 @@ class RayVirtualCluster:
         # First, as `__del__` reads them even if an argument is refused.
         self._placement_groups: list[PlacementGroup] | None = None
         self._is_shut_down = False
+        self.spare_hosts = SpareHosts()
         _check_bundle_counts(bundle_ct_per_node_list)
         if max_colocated_worker_groups < 1:
             raise ValueError(
@@ -285,6 +288,7 @@ class RayVirtualCluster:
             return
         groups, self._placement_groups = self._placement_groups, None
         if ray.is_initialized():
+            self.spare_hosts.end()
             _remove(groups)
         SESSION.leave(id(self))
 
