@@ -302,6 +302,7 @@ def test_a_group_starts_in_the_processes_of_one_that_ended_before_it(cluster, pr
         after.shutdown()
 
 
+@pytest.mark.slow
 def test_spare_processes_of_another_kind_are_ended(cluster, probe, group, wait_until_gone):
     pids = pids_of(group)
     with cluster.spare_hosts.keeping():
@@ -315,6 +316,7 @@ def test_spare_processes_of_another_kind_are_ended(cluster, probe, group, wait_u
         other.shutdown()
 
 
+@pytest.mark.slow
 def test_a_group_that_has_failed_leaves_no_spare_processes(cluster, probe, group, wait_until_gone):
     pids = pids_of(group)
     os.kill(pids[1], signal.SIGKILL)
