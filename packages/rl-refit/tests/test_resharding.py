@@ -1,5 +1,7 @@
 """Resharding over real gloo ranks, against the same model on one process."""
 
+import gc
+
 import pytest
 import resharding_ranks
 import torch
@@ -9,6 +11,10 @@ import torch.multiprocessing as mp
 def run(tmp_path, world, *, fails=False, **case):
     """Return what each rank has seen; None of one that has left nothing."""
     results = str(tmp_path / "seen")
+    # What other tests have left in cycles, such as a group in a traceback, must not be collected in
+    # a fork, which has no threads that would end it.
+    gc.collect()
+    gc.freeze()
     # Forked, as each spawned process imports torch, which takes longer than the test.
     context = mp.start_processes(
         resharding_ranks.run,
@@ -17,6 +23,7 @@ def run(tmp_path, world, *, fails=False, **case):
         join=not fails,
         start_method="fork",
     )
+    gc.unfreeze()
     if fails:
         for process in context.processes:
             process.join(60)

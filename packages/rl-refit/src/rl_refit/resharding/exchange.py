@@ -125,7 +125,7 @@ class Exchange:
         device: torch.device | str | None = None,
     ) -> None:
         self._timeout_s, self._device = timeout_s, torch.device(device or "cpu")
-        self._group = _backend_of(group, self._device)
+        self._backend: Backend | None = _backend_of(group, self._device)
         self._rank = self._group.rank()
         self._held = dict(held or {})
         self.weights = WeightVersion(self._rank)
@@ -191,6 +191,19 @@ class Exchange:
     def require_ready(self) -> int:
         """Return the committed version, if no refit has begun or failed since."""
         return self.weights.require_ready()
+
+    def close(self) -> None:
+        """Let go of the group: an error's traceback may hold this object for longer than its owner.
+
+        A transfer in another thread fails with its next message.
+        """
+        self._backend = None
+
+    @property
+    def _group(self) -> Backend:
+        if self._backend is None:
+            raise RefitError("the exchange is closed")
+        return self._backend
 
     def _run(self, version: int, deadline: Deadline) -> ExchangeReport:
         pieces, sent, received, peak, num_rounds = self.plan.pieces, 0, 0, 0, 0

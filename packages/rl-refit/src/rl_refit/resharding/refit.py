@@ -353,7 +353,9 @@ class SliceMember(Closing):
     def close(self) -> None:
         """Leave the group. May be called again."""
         group, self._group = self._group, None
-        self._exchange = self.invitation = None
+        exchange, self._exchange, self.invitation = self._exchange, None, None
+        if exchange is not None:
+            exchange.close()
         if group is not None:
             group.close()
 
