@@ -1,5 +1,6 @@
 """Slices under the commit protocol: one trainer and two engines in threads."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -156,9 +157,26 @@ def test_engines_on_other_machines_are_invited_by_tcp(trainer):
 def test_shards_that_are_other_than_before_are_refused(trainer, engines):
     check(trainer, engines, 1)
     trainer.sender._shards = lambda: {"w": Shard(SHAPE, Box((0, 0), (3, 5)), torch.zeros(3, 5))}
+    start = time.monotonic()
     assert "w: this rank held" in str(refit(trainer, engines, 2)[0])
+    assert time.monotonic() - start < LIMIT_S / 2, "the engines have waited for their limit"
     # In a new exchange nobody holds the rest.
     assert "of which the senders hold" in str(refit(trainer, engines, 2)[0])
+
+
+@pytest.mark.parametrize("when", ["before it joins", "while it plans"])
+def test_an_engine_that_cannot_take_slices_is_not_waited_for(trainer, engines, when):
+    def fail(*arguments):
+        raise RefitError("this engine takes no slices")
+
+    if when == "before it joins":
+        engines[1].slices.receive = fail
+    else:
+        engines[1].wanted = fail
+    start = time.monotonic()
+    for error in refit(trainer, engines, 1)[::2]:
+        assert "takes no slices" in str(error)
+    assert time.monotonic() - start < LIMIT_S / 2
 
 
 def test_a_sender_of_tensors_is_no_sender_of_slices():

@@ -126,18 +126,18 @@ class Exchange:
     ) -> None:
         self._timeout_s, self._device = timeout_s, torch.device(device or "cpu")
         self._backend: Backend | None = _backend_of(group, self._device)
+        del group  # the traceback of an error has this frame
         self._rank = self._group.rank()
         self._held = dict(held or {})
         self.weights = WeightVersion(self._rank)
         self._has_failed = False
-        deadline = Deadline(timeout_s)
-        offered = self._gather_held(deadline)
-        self._wanted = list(wanted(_metadata(offered)) if callable(wanted) else wanted)
+        self._wanted: list[Want] = []
         self._wants: dict[str, list[Want]] = defaultdict(list)
-        for want in self._wanted:
-            self._wants[want.name].append(want)
-        self.plan = _plan(offered, self._gather_wanted(deadline), round_bytes)
-        self._require_same_plan(deadline)
+        try:
+            self.plan = self._make_plan(wanted, round_bytes, Deadline(timeout_s))
+        except BaseException:
+            self.close()
+            raise
         pieces = self.plan.pieces
         self._own = np.flatnonzero(
             (pieces.sender == self._rank) | (pieces.receiver == self._rank)
@@ -387,6 +387,17 @@ class Exchange:
         if newest != -oldest:
             raise RefitError(f"ranks transfer different versions, from {-oldest} to {newest}")
 
+    def _make_plan(
+        self, wanted: Wanted, round_bytes: int | None, deadline: Deadline
+    ) -> ReshardPlan:
+        offered = self._gather_held(deadline)
+        self._wanted = list(wanted(_metadata(offered)) if callable(wanted) else wanted)
+        for want in self._wanted:
+            self._wants[want.name].append(want)
+        plan = _plan(offered, self._gather_wanted(deadline), round_bytes)
+        self._require_same(plan, deadline)
+        return plan
+
     def _gather_held(self, deadline: Deadline) -> list[Slices]:
         for name, shard in self._held.items():
             _check_shape(name, shard)
@@ -412,12 +423,12 @@ class Exchange:
         gathered = self._gather(msgspec.msgpack.encode(named), deadline)
         return [msgspec.msgpack.decode(each, type=Slices) for each in gathered]
 
-    def _require_same_plan(self, deadline: Deadline) -> None:
-        for rank, other in enumerate(self._gather(self.plan.hash.encode(), deadline)):
-            if other.decode() != self.plan.hash:
+    def _require_same(self, plan: ReshardPlan, deadline: Deadline) -> None:
+        for rank, other in enumerate(self._gather(plan.hash.encode(), deadline)):
+            if other.decode() != plan.hash:
                 raise PlanMismatchError(
                     f"rank {rank} has computed the plan {other.decode()[:16]}, this one "
-                    f"{self.plan.hash[:16]}: do they have the same round_bytes and numpy?"
+                    f"{plan.hash[:16]}: do they have the same round_bytes and numpy?"
                 )
 
     def _gather(self, mine: bytes, deadline: Deadline) -> list[bytes]:

@@ -15,6 +15,7 @@ exchange's errors are those of the group: the trainers, then the receivers.
 
 # torch annotates its distributed functions only in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ import torch.distributed as dist
 
 from rl_refit.ends.outbound import Connections, OutboundStream
 from rl_refit.errors import RefitError
-from rl_refit.protocol.channel import Channel, Filled
+from rl_refit.protocol.channel import Channel, ChannelClosed, Filled
 from rl_refit.protocol.waiting import Closing, Deadline, run_bounded
 from rl_refit.report import RefitReport
 from rl_refit.resharding.exchange import Exchange, ExchangeReport, Wanted
@@ -109,9 +110,10 @@ class ReshardSender(Closing):
                 host=host,
                 timeout_s=timeout_s,
                 exchange=self._lead,
-                renew=self._member.close,
+                renew=self._leave,
             )
-            self._store, self._port = serve_store(host, timeout_s=timeout_s)
+        # Where members meet; releasing it ends the wait of those who still do.
+        self._store: dist.Store | None = None
         # Of rank 0, in the refit that is being sent.
         self._invitation: Invitation | None = None
         self._has_announced = False
@@ -147,7 +149,7 @@ class ReshardSender(Closing):
             else:
                 sent = self._control.send(version)
         except BaseException as error:
-            self._member.close()
+            self._leave()
             if isinstance(error, Exception) and self._control and not self._has_announced:
                 self._announce(None)  # the other trainers wait for it
             raise
@@ -169,17 +171,25 @@ class ReshardSender(Closing):
 
     def close(self) -> None:
         """Release the group, the connections and the endpoint. May be called again."""
-        self._member.close()
+        self._leave()
         if self._control is not None:
             self._control.close()
-            self._store = None
+
+    def _leave(self) -> None:
+        self._member.close()
+        self._store = None
 
     def _invite(self) -> Invitation:
         """Return the invitation to the group of this refit: the current one, if it is intact."""
-        self._invitation = self._member.invitation or Invitation(
+        self._invitation = self._member.invitation or self._new_invitation()
+        return self._invitation
+
+    def _new_invitation(self) -> Invitation:
+        self._store, port = serve_store(self._host, timeout_s=self._timeout_s)
+        return Invitation(
             group=GroupGrant(
                 host=self._host,
-                port=self._port,
+                port=port,
                 prefix=secrets.token_hex(16),
                 backend="nccl" if self._device.type == "cuda" else "gloo",
                 group_rank=0,
@@ -187,21 +197,24 @@ class ReshardSender(Closing):
             ),
             num_trainers=self._num_trainers,
         )
-        return self._invitation
 
-    def _lead(self, version: int) -> None:
-        """Exchange at rank 0, once the receivers have been invited."""
+    def _lead(self, version: int, watch: Callable[[], None]) -> None:
+        """Exchange at rank 0, once the receivers have been invited; `watch` raises if one fails."""
         assert self._invitation is not None
         self._has_announced = True
         self._announce(self._invitation)
-        self._transfer(self._invitation, version)
+        self._transfer(self._invitation, version, watch)
 
     def _follow(self, version: int) -> None:
         """Exchange at another rank, once rank 0 has its receivers."""
         self._transfer(self._await_invitation(), version)
 
-    def _transfer(self, invitation: Invitation, version: int) -> None:
-        self.report = self._member.transfer(invitation, self._rank, version, held=self._shards())
+    def _transfer(
+        self, invitation: Invitation, version: int, watch: Callable[[], None] = lambda: None
+    ) -> None:
+        self.report = self._member.transfer(
+            invitation, self._rank, version, held=self._shards(), watch=watch
+        )
 
     def _announce(self, invitation: Invitation | None) -> None:
         """Send the invitation to the other trainers; None: this refit has failed."""
@@ -335,12 +348,22 @@ class SliceMember(Closing):
         *,
         held: Mapping[str, Shard] | None = None,
         wanted: Wanted = (),
+        watch: Callable[[], None] = lambda: None,
     ) -> ExchangeReport:
-        """Join the group of an invitation, unless this rank is in it, and exchange the slices."""
+        """Join the group of an invitation, unless this rank is in it, and exchange the slices.
+
+        Args:
+            invitation: To the group.
+            rank: In the group.
+            version: Of the refit.
+            held: See `Exchange`.
+            wanted: See `Exchange`; read if the group is new.
+            watch: Called while members are waited for; its exception ends that wait.
+        """
         try:
             if self._exchange is None or self.invitation != invitation:
                 self.close()
-                exchange = self._join(invitation, rank, held or {}, wanted)
+                exchange = self._join(invitation, rank, held or {}, wanted, watch)
             else:
                 exchange = self._exchange
                 exchange.hold(held or {})
@@ -360,7 +383,12 @@ class SliceMember(Closing):
             group.close()
 
     def _join(
-        self, invitation: Invitation, rank: int, held: Mapping[str, Shard], wanted: Wanted
+        self,
+        invitation: Invitation,
+        rank: int,
+        held: Mapping[str, Shard],
+        wanted: Wanted,
+        watch: Callable[[], None],
     ) -> Exchange:
         grant = msgspec.structs.replace(invitation.group, group_rank=rank)
         if (grant.backend == "nccl") != (self._device.type == "cuda"):
@@ -375,6 +403,7 @@ class SliceMember(Closing):
             ),
             deadline,
             "process group of trainers and engines",
+            watch=watch,
             discard=ProcessGroup.close,
         )
         self._exchange = Exchange(
@@ -411,7 +440,7 @@ class _InvitingSender(RefitSender):
         *,
         host: str,
         timeout_s: float,
-        exchange: Callable[[int], None],
+        exchange: Callable[[int, Callable[[], None]], None],
         renew: Callable[[], None],
     ) -> None:
         super().__init__(source, transport, num_receivers, host=host, timeout_s=timeout_s)
@@ -426,15 +455,23 @@ class _InvitingSender(RefitSender):
 
 @dataclass(kw_only=True)
 class _InvitingStream(OutboundStream):
-    exchange: Callable[[int], None]
+    exchange: Callable[[int, Callable[[], None]], None]
 
     def announce(self, filled: Filled) -> None:
         super().announce(filled)
         try:
-            self.exchange(self.version)
+            self.exchange(self.version, self.receivers.read_pending)
         except RefitError:
-            self.receivers.read_pending()  # raises what a receiver reports, which says more
+            self._raise_reported()
             raise
+
+    def _raise_reported(self) -> None:
+        """Raise what a receiver reports, if it does: it says more than that the exchange failed."""
+        try:
+            self.receivers.read_pending()
+        except RefitError as error:
+            if not isinstance(error.__cause__, ChannelClosed):
+                raise
 
 
 def _address_towards(host: str, port: int) -> str:
