@@ -53,7 +53,7 @@ def run_script(name, *arguments):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=540,  # beside other engines; pytest allows 600
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
