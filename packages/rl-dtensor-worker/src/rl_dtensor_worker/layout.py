@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from abc import ABC, abstractmethod
 from contextlib import contextmanager, nullcontext
@@ -29,12 +30,15 @@ from rl_dtensor_worker.mixing import (
     ModelError,
     PackedSequenceRows,
     PaddedRows,
+    Way,
     model_errors,
     run_probe,
     take_attention,
     ways_of,
 )
+from rl_dtensor_worker.parallel.sequence import shard_in_layers
 from rl_dtensor_worker.parallel.structure import class_name
+from rl_dtensor_worker.parallel.styles import SequenceScope
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -48,6 +52,8 @@ if TYPE_CHECKING:
     from rl_dtensor_worker.attention import AttentionLayout
     from rl_dtensor_worker.mixing import Sequences
     from rl_dtensor_worker.parallel.styles import TensorParallel
+
+logger = logging.getLogger(__name__)
 
 # Bounds on rounding, relative to the largest log-probability. Attention that leaks across sequences
 # changes log-probabilities by about their own magnitude.
@@ -396,7 +402,7 @@ class ParallelContext:
         # Columns that are padding in all rows are not computed.
         width = micro_batch.width or min(int(lengths.max()), input_ids.shape[1])
         layout = PaddedLayout.of(input_ids, lengths, width=width, width_multiple=multiple)
-        if shards_sequence:
+        if self._shards_whole_model:
             return layout.for_sequence_parallel(model, self.mixing)
         # Media are not padded: their tokens stand among the rows already.
         layout.arguments.update(media)
@@ -429,9 +435,10 @@ class ParallelContext:
         found = [_SHARING] if self.shares_prefixes else []
         if self.context_group is not None:
             found.append(f"dtensor_cfg.context_parallel_size={self.context_group.size()}")
-        elif self._sequence_shards > 1:
+            return found
+        if self._sequence_shards > 1:
             found.append("dtensor_cfg.sequence_parallel=True")
-        elif packed:
+        if packed:
             found.append("sequence_packing.enabled=True")
         return found
 
@@ -445,7 +452,12 @@ class ParallelContext:
     @property
     def _sequence_shards(self) -> int:
         tp = self.tensor_parallel
-        return tp.size if tp is not None and tp.sequence_parallel else 1
+        return tp.size if tp is not None and tp.shards_sequences else 1
+
+    @property
+    def _shards_whole_model(self) -> bool:
+        """Whether what a model makes for all its layers, such as masks, sees local sequences."""
+        return self.tensor_parallel is not None and self.tensor_parallel.sequence_parallel
 
 
 @torch.no_grad()
@@ -537,7 +549,9 @@ def keep_apart(
     parallel: ParallelContext,
     compute_dtype: torch.dtype,
 ) -> None:
-    """Find out which blocks have to be run on unpacked rows for `check` to pass. Collective.
+    """Find out how a model has to be run for `check` to pass. Collective.
+
+    That is where sequence parallelism shards, and which blocks are run on unpacked rows.
 
     Raises:
         ValueError: It passes in no way; what it says where the model's own blocks take the layout.
@@ -546,14 +560,49 @@ def keep_apart(
     with parallel.unsharded_sequences():
         take_attention(model, tolerance=TOLERANCES[compute_dtype])
     mixing.attention = model.config._attn_implementation
-    for way in ways_of(model, parallel.unsharded_sequences):
-        mixing.choose(model, way, own)
-        try:
-            return check()
-        except ValueError as error:
-            first = first or error
+    for scope in _scopes(model, parallel.tensor_parallel, lambda: mixing.choose(model, Way(), own)):
+        for way in ways_of(model, parallel.unsharded_sequences):
+            mixing.choose(model, way, own)
+            try:
+                check()
+            except ValueError as error:
+                first = first or error
+            else:
+                return _report(model, scope, first)
     assert first is not None
     raise first
+
+
+def _scopes(
+    model: PreTrainedModel, tp: TensorParallel | None, restore: Callable[[], None]
+) -> Generator[SequenceScope, None, None]:
+    """Set one scope of sequence parallelism after the other, the one that shards most first.
+
+    Args:
+        model: The model.
+        tp: The ranks that shard each layer.
+        restore: Has the model run its blocks as they are.
+    """
+    yield SequenceScope.MODEL
+    if tp is None or not tp.shards_sequences:
+        return
+    restore()
+    longest = shard_in_layers(model, tp)
+    for tp.scope, needed in ((SequenceScope.LAYERS, 1), (SequenceScope.BETWEEN_LAYERS, 2)):
+        if longest >= needed:
+            yield tp.scope
+
+
+def _report(model: PreTrainedModel, scope: SequenceScope, error: ValueError | None) -> None:
+    """Log where sequence parallelism shards if it is not the whole model, and why."""
+    if scope is not SequenceScope.MODEL and dist.get_rank() == 0:
+        logger.warning(
+            "policy.dtensor_cfg.sequence_parallel=True shards %s of %s, and leaves the rest full "
+            "on each rank: %s",
+            scope.value,
+            class_name(model),
+            error,
+        )
 
 
 @torch.no_grad()
