@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 
-from rl_dtensor_worker.parallel.structure import decoder_layers
+from rl_dtensor_worker.parallel.structure import decoder_layers, has_parameters, inside
 from rl_dtensor_worker.parallel.styles import (
     SequenceScope,
     gather_sequences,
@@ -28,9 +30,8 @@ from rl_dtensor_worker.parallel.styles import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
-    from torch import nn
     from transformers import PreTrainedModel
 
     from rl_dtensor_worker.parallel.styles import Forward, TensorParallel
@@ -84,12 +85,14 @@ class LayerBoundary(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call of a decoder layer in a forward."""
+    """One call of a layer in a forward."""
 
     name: str
     given: dict[str, Any]
     output: torch.Tensor
     """The first one."""
+    is_next: bool
+    """Whether no module outside of the layers has run since the one before."""
 
 
 @torch.no_grad()
@@ -111,8 +114,8 @@ def shard_in_layers(model: PreTrainedModel, tp: TensorParallel) -> int:
         per_token[call.name] = per_token.get(call.name, set()) | found
     calls = [call for call in calls if per_token[call.name]]
     joined = [
-        _first_hidden(after.given, per_token[after.name]) is before.output
-        for before, after in zip(calls, calls[1:], strict=False)
+        after.is_next and _first_hidden(after.given, per_token[after.name]) is before.output
+        for before, after in pairwise(calls)
     ]
     names = [call.name for call in calls]
     starts, ends = run_edges(names, joined)
@@ -136,19 +139,31 @@ def run_edges(names: Sequence[str], joined: Sequence[bool]) -> tuple[set[str], s
         names: The layers in the order of their calls.
         joined: Whether each but the first is given what the one before returns.
 
-    Example: a shared block between two of four layers
+    Example, a module between two of four layers:
         run_edges(["0", "1", "2", "3"], [True, False, True]) = {"0", "2"}, {"1", "3"}
     """
     starts, ends = set(names[:1]), set(names[-1:])
-    changed = True
-    while changed:
-        before = len(starts) + len(ends)
-        for one, after, is_joined in zip(names, names[1:], joined, strict=False):
+    count = 0
+    while len(starts) + len(ends) > count:
+        count = len(starts) + len(ends)
+        for (one, after), is_joined in zip(pairwise(names), joined, strict=True):
             if not is_joined or one in ends or after in starts:
                 ends.add(one)
                 starts.add(after)
-        changed = len(starts) + len(ends) > before
     return starts, ends
+
+
+def repeated_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the members of module lists that are, or contain, a decoder layer, by name."""
+    found: dict[str, nn.Module] = {}
+    for name in decoder_layers(model):
+        parts = name.split(".")
+        for depth in range(len(parts), 0, -1):
+            if isinstance(model.get_submodule(".".join(parts[: depth - 1])), nn.ModuleList):
+                inner = ".".join(parts[:depth])
+                found[inner] = model.get_submodule(inner)
+                break
+    return found
 
 
 def arguments_of(
@@ -160,21 +175,26 @@ def arguments_of(
 
 
 def _calls(model: PreTrainedModel, *, reverse: bool) -> list[Call]:
-    """Return the calls of decoder layers in a forward on one row of a few tokens."""
+    """Return the calls of layers in a forward on one row of a few tokens."""
     found: list[Call] = []
+    outside: list[nn.Module] = []
+    layers = repeated_layers(model)
 
-    def record(name: str) -> Callable[..., None]:
-        def hook(
-            layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-        ) -> None:
-            first = output[0] if isinstance(output, tuple) else output
-            found.append(Call(name, arguments_of(layer, args, kwargs), first))
-
-        return hook
+    def record(
+        name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        first = output[0] if isinstance(output, (tuple, list)) else output
+        found.append(Call(name, arguments_of(layer, args, kwargs), first, not outside))
+        outside.clear()
 
     hooks = [
-        layer.register_forward_hook(record(name), with_kwargs=True)
-        for name, layer in decoder_layers(model).items()
+        layer.register_forward_hook(partial(record, name), with_kwargs=True)
+        for name, layer in layers.items()
+    ]
+    hooks += [
+        module.register_forward_pre_hook(lambda each, _: outside.append(each))
+        for name, module in model.named_modules()
+        if has_parameters(module) and not any(inside(layer, [name]) for layer in layers)
     ]
     tokens = torch.arange(1, _PROBED_TOKENS + 1, device=next(model.parameters()).device)
     tokens = tokens % model.config.get_text_config().vocab_size

@@ -323,7 +323,21 @@ class Block(Style):
         # Every rank computes the same inside, so that gradients are full and none is summed.
         with self.tp.unsharded_sequences():
             output = forward(*args, **kwargs)
-        return scatter_sequences(output, self.tp, local=hidden.shape)
+        local = scatter_sequences(output, self.tp, local=hidden.shape)
+        return self._sum_returned_parameters(module, local)
+
+    def _sum_returned_parameters(self, module: nn.Module, output: Any) -> Any:
+        """Return a result in which the gradients of the module's own parameters are summed.
+
+        A bias that its caller adds meets local sequences there.
+        """
+        own = {id(parameter) for parameter in module._parameters.values()}
+        if type(output) is not tuple:
+            return output
+        return tuple(
+            collectives.copy_to_group(each, self.tp.group) if id(each) in own else each
+            for each in output
+        )
 
     def gradient(self, placement: Placement) -> Placement:
         """Return the same: every rank has seen all tokens."""
@@ -355,7 +369,7 @@ def gather_sequences(values: Any, tp: TensorParallel, *, local: torch.Size) -> A
     Every rank must go on to compute the same from them.
 
     Args:
-        values: A tensor, or a tuple or dict of values; others are returned as they are.
+        values: A tensor, or a tuple, list or dict of values; others are returned as they are.
         tp: The ranks that shard sequences.
         local: The shape of the module's local hidden states, `[batch, local seq, ..., hidden]`.
     """
@@ -378,8 +392,8 @@ def _scatter_sequence(tp: TensorParallel, values: Tensor) -> Tensor:
 
 def _map_sequences(values: Any, hidden: torch.Size, function: Callable[[Tensor], Tensor]) -> Any:
     # Exact types: a named result of a model is none of these.
-    if type(values) is tuple:
-        return tuple(_map_sequences(each, hidden, function) for each in values)
+    if type(values) in (tuple, list):
+        return type(values)(_map_sequences(each, hidden, function) for each in values)
     if type(values) is dict:
         return {name: _map_sequences(each, hidden, function) for name, each in values.items()}
     return function(values) if _has_tokens_of(values, hidden) else values
