@@ -33,6 +33,7 @@ from rl_dtensor_worker.mixing import (
     Way,
     model_errors,
     run_probe,
+    short_windows,
     take_attention,
     ways_of,
 )
@@ -558,7 +559,8 @@ def keep_apart(
     """
     mixing, first, own = parallel.mixing, None, model.config._attn_implementation
     with parallel.unsharded_sequences():
-        take_attention(model, tolerance=TOLERANCES[compute_dtype])
+        tolerance = TOLERANCES[compute_dtype]
+        mixing.has_windows_in_masks = take_attention(model, tolerance=tolerance)
     mixing.attention = model.config._attn_implementation
     for scope in _scopes(model, parallel.tensor_parallel, lambda: mixing.choose(model, Way(), own)):
         for way in ways_of(model, parallel.unsharded_sequences):
@@ -568,7 +570,7 @@ def keep_apart(
             except ValueError as error:
                 first = first or error
             else:
-                return _report(model, scope, first)
+                return _report(model, scope, way)
     assert first is not None
     raise first
 
@@ -593,15 +595,23 @@ def _scopes(
             yield tp.scope
 
 
-def _report(model: PreTrainedModel, scope: SequenceScope, error: ValueError | None) -> None:
-    """Log where sequence parallelism shards if it is not the whole model, and why."""
-    if scope is not SequenceScope.MODEL and dist.get_rank() == 0:
+def _report(model: PreTrainedModel, scope: SequenceScope, way: Way) -> None:
+    """Log what a model that does not take a layout as it stands costs beside others."""
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return
+    if scope is not SequenceScope.MODEL:
         logger.warning(
-            "policy.dtensor_cfg.sequence_parallel=True shards %s of %s, and leaves the rest full "
-            "on each rank: %s",
+            "policy.dtensor_cfg.sequence_parallel=True shards %s of %s, whose code needs full "
+            "sequences elsewhere: activations are full there, on each rank",
             scope.value,
             class_name(model),
-            error,
+        )
+    if way.keeps_mask:
+        logger.warning(
+            "policy.sequence_packing.enabled=True: %s adds a bias of positions to its mask, which "
+            "takes memory for all pairs of tokens of a packed micro-batch "
+            "(policy.sequence_packing.train_mb_tokens and logprob_mb_tokens)",
+            class_name(model),
         )
 
 
@@ -643,16 +653,17 @@ def check_layout(
         assert shared is not None, "the rows have enough in common"
         shared = shared.to(device)
     rows, span = batch.to(device), (0, batch.size)
-    # The oracle: padded rows with full sequences, which every model supports.
-    with parallel.unsharded_sequences():
-        expected = score(MicroBatch(span=span, rows=rows))
-    try:
-        with model_errors(model):
-            found = score(MicroBatch(span=span, rows=rows, packed=packed, shared=shared))
-    except ModelError as error:
-        raise ValueError(
-            f"policy.{feature}: {class_name(model)} does not run so: {error}. Leave the key out"
-        ) from error
+    with short_windows(model) if parallel.mixing.has_windows_in_masks else nullcontext():
+        # The oracle: padded rows with full sequences, which every model supports.
+        with parallel.unsharded_sequences():
+            expected = score(MicroBatch(span=span, rows=rows))
+        try:
+            with model_errors(model):
+                found = score(MicroBatch(span=span, rows=rows, packed=packed, shared=shared))
+        except ModelError as error:
+            raise ValueError(
+                f"policy.{feature}: {class_name(model)} does not run so: {error}. Leave the key out"
+            ) from error
     difference = float((found - expected).abs().max() / expected.abs().max())
     # `not <=` rather than `>`, so that NaN fails.
     if not difference <= TOLERANCES[compute_dtype]:
