@@ -107,6 +107,11 @@ class Sequences(Protocol):
         """How many tokens this rank's hidden states have."""
         ...
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether other ranks have tokens of the same sequences."""
+        ...
+
     def split(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Return `[1, num_tokens, ...]` as groups of right-padded rows, `[rows, width, ...]`."""
         ...
@@ -129,6 +134,11 @@ class PackedSequenceRows:
         ranks = 1 if self.context is None else self.context.group.size()
         return self.rows.places.numel() // ranks
 
+    @property
+    def is_sharded(self) -> bool:
+        """See `Sequences.is_sharded`."""
+        return self.context is not None
+
     def split(self, values: torch.Tensor) -> list[torch.Tensor]:
         """See `Sequences.split`."""
         if self.context is not None:
@@ -150,6 +160,7 @@ class PaddedRows:
     """Right-padded rows, which a block around has gathered: `Sequences`."""
 
     num_tokens: int
+    is_sharded: bool = False
 
     def split(self, values: torch.Tensor) -> list[torch.Tensor]:
         """See `Sequences.split`."""
@@ -248,6 +259,8 @@ def _by_name(forward: Forward, module: nn.Module, *args: Any, **kwargs: Any) -> 
 
 def _on_rows(sequences: Sequences, forward: Forward, arguments: dict[str, Any], way: Way) -> Any:
     """Call `forward` once for each group of rows, and return its results joined."""
+    if way.keeps_mask and sequences.is_sharded:
+        raise ValueError("its mask is of this rank's tokens alone")
     split = {name: _split(sequences, value) for name, value in arguments.items()}
     hidden = next((groups for groups in split.values() if groups is not None), None)
     if hidden is None:
@@ -494,8 +507,8 @@ def _mixing_blocks(model: PreTrainedModel, *, without_attention: bool) -> dict[s
             return forward(*args, **kwargs)
         left_out.clear()
         changed_args, changed_kwargs = _with_other_token(hidden, args, kwargs)
-        output = _first_tensor(forward(*args, **kwargs))
-        changed = _first_tensor(forward(*changed_args, **changed_kwargs))
+        output = _rows_of(forward(*args, **kwargs), hidden)
+        changed = _rows_of(forward(*changed_args, **changed_kwargs), hidden)
         difference = (changed - output)[:, 1:].abs().max()
         if bool(difference > _MIXED * (changed - output).abs().max()):
             found[name] = bool(left_out)
@@ -550,8 +563,11 @@ def _with_other_token(
     return tuple(other(each) for each in args), {n: other(each) for n, each in kwargs.items()}
 
 
-def _first_tensor(output: Any) -> torch.Tensor:
-    return output if isinstance(output, torch.Tensor) else output[0]
+def _rows_of(output: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Return a block's first result as rows, which mixtures of experts may have flattened."""
+    first = output if isinstance(output, torch.Tensor) else output[0]
+    is_flat = first.ndim == 2 and first.shape[0] == hidden.shape[:2].numel()
+    return first.unflatten(0, hidden.shape[:2]) if is_flat else first
 
 
 def _has_windows(model: PreTrainedModel) -> bool:
