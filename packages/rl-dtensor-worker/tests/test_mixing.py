@@ -110,8 +110,8 @@ LLAMA4 = {
 }
 IN_MASKS = {
     "chunks": ("llama4_text", LLAMA4),
-    # Queries of later tokens are scaled, by where they are in the row.
-    "temperature": ("llama4_text", LLAMA4 | {"floor_scale": 3}),
+    # Queries of later tokens are scaled, by where they are in the row: beyond what a start probes.
+    "temperature": ("llama4_text", LLAMA4 | {"floor_scale": 21}),
     "window": ("phimoe", EXPERTS["phimoe"] | {"sliding_window": 6}),
     "alibi": ("falcon", {"alibi": True, "ffn_hidden_size": 48}),
 }

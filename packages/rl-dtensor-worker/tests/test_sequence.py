@@ -8,6 +8,7 @@ from unittest import mock
 import parity_ranks
 import pytest
 import torch
+import training_ranks
 from family_models import build_family
 from oracle import LOGPROB_TOLERANCE, PARAMETER_TOLERANCE, load, plain_logprobs, plain_training
 from rl_dtensor_worker.layout import ParallelContext, _report
@@ -186,12 +187,13 @@ def test_the_log_says_where_activations_are_full(caplog):
     assert "sequence_packing.enabled=True: GPT2LMHeadModel adds a bias" in mask
 
 
+LAYERS, BETWEEN = SequenceScope.LAYERS, SequenceScope.BETWEEN_LAYERS
 CASES = {
     # Learned positions and a view of the shape of the tokens.
-    "gpt2": ("gpt2", {"n_embd": 32, "n_head": 4, "n_inner": 48}, {}),
-    "gpt2, packed": ("gpt2", {"n_embd": 32, "n_head": 4, "n_inner": 48}, PACKED),
+    "gpt2": ("gpt2", {"n_embd": 32, "n_head": 4, "n_inner": 48}, {}, LAYERS),
+    "gpt2, packed": ("gpt2", {"n_embd": 32, "n_head": 4, "n_inner": 48}, PACKED, LAYERS),
     # A bias of positions for all layers.
-    "bloom": ("bloom", {"n_layer": 2, "n_head": 4}, {}),
+    "bloom": ("bloom", {"n_layer": 2, "n_head": 4}, {}, LAYERS),
     # Further inputs of each layer, per token.
     "gemma4": (
         "gemma4_text",
@@ -199,22 +201,23 @@ CASES = {
         | {"vocab_size_per_layer_input": 64, "num_global_key_value_heads": 2, "global_head_dim": 8}
         | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4},
         {},
+        LAYERS,
     ),
     # Two attentions in a layer.
-    "longcat": ("longcat_flash", LONGCAT, {}),
+    "longcat": ("longcat_flash", LONGCAT, {}, SequenceScope.MODEL),
     # A bias that a block returns to its caller.
-    "neox japanese": ("gpt_neox_japanese", {}, {}),
+    "neox japanese": ("gpt_neox_japanese", {}, {}, LAYERS),
     # Layers whose code needs full sequences.
-    "roberta": ("roberta-prelayernorm", {"is_decoder": True}, {}),
+    "roberta": ("roberta-prelayernorm", {"is_decoder": True}, {}, BETWEEN),
     # Several streams of hidden states.
-    "streams": ("deepseek_v4", STREAMS, {}),
+    "streams": ("deepseek_v4", STREAMS, {}, LAYERS),
 }
 
 
 @pytest.mark.slow_beyond(4)
 @pytest.mark.parametrize("case", CASES)
 def test_sharded_sequences_equal_full_ones(pools, tmp_path, case):
-    model_type, options, packing = CASES[case]
+    model_type, options, packing, scope = CASES[case]
     path = build_family(tmp_path, model_type, **options | {"initializer_range": 0.2})
     batch = make_batch(4)
     section = {
@@ -223,11 +226,12 @@ def test_sharded_sequences_equal_full_ones(pools, tmp_path, case):
         "sequence_parallel": True,
         "activation_checkpointing": model_type != "gpt_neox_japanese",
     }
+    packed = {"sequence_packing": packing} if packing else {}
+    config = make_config(path, dtensor_cfg=section, **packed)
+    assert pools(2).run(training_ranks.sequence_scope, config=config) == [scope.name] * 2
     results = pools(2).run(
         parity_ranks.run_case,
-        config=make_config(
-            path, dtensor_cfg=section, **({"sequence_packing": packing} if packing else {})
-        ),
+        config=config,
         batch=batch,
         section="sequence_packing" if packing else None,
         num_calls=1,

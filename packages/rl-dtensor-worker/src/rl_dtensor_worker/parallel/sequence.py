@@ -76,8 +76,8 @@ class LayerBoundary(NamedTuple):
         return gather_sequences(output, self.tp, local=local) if self.ends else output
 
     def _run_full(self, forward: Forward, given: dict[str, Any], local: torch.Size) -> Any:
-        if not self.starts:
-            given = gather_sequences(given, self.tp, local=local)
+        # Those that a layer outside of the run has returned are full already.
+        given = gather_sequences(given, self.tp, local=local)
         # Every rank computes the same inside, so that gradients are full and none is summed.
         with self.tp.unsharded_sequences():
             output = forward(**given)
