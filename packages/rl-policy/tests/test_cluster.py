@@ -41,6 +41,15 @@ def children_of(pid):
     return found
 
 
+def programs_of(pid):
+    """Return the file names on the command line of a process, which may have ended."""
+    try:
+        line = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+    except FileNotFoundError:
+        return set()
+    return {Path(part).name for part in line.split("\0")}
+
+
 def niceness_of_a_worker():
     task = ray.remote(lambda: os.nice(0))
     return ray.get(task.options(num_cpus=0).remote(), timeout=60)
@@ -65,6 +74,9 @@ def test_a_local_ray_is_started_with_the_cpus_that_are_asked_for(no_ray, wait_un
 
     started = set(children_of(os.getpid())) - before
     assert len(started) > 2
+    programs = {name for pid in started for name in programs_of(pid)}
+    assert "log_monitor.py" in programs, "what the ranks print is shown"
+    assert not {"dashboard.py", "monitor.py"} & programs
     cluster.shutdown()
     cluster.shutdown()
     assert not ray.is_initialized()

@@ -163,7 +163,7 @@ def test_the_examples_are_environments():
         ("die", "its process ended with status 7"),
         ("exit", "its process ended with status 3"),
         ("exit late", "its process ended with status 3"),
-        ("hang", r"a call took more than environment\.timeout_s=0\.5"),
+        ("hang", r"a call took more than environment\.timeout_s=2"),
         ("none", r"step returned None, a NoneType: expected \(observation, reward, done\)"),
         ("two", r"step returned \('', 1\.0\), a tuple: expected"),
         ("nan", "the reward of step: it returned nan"),
@@ -178,7 +178,7 @@ def test_the_examples_are_environments():
     ],
 )
 def test_a_failure_costs_its_group_and_nothing_else(pool, text, reason):
-    processes = pool(limit_s=0.5 if text == "hang" else 20.0)
+    processes = pool(limit_s=2.0 if text == "hang" else 20.0)
     started(processes)
     before = pids(processes)
     outcomes = processes.play({0: {0: "x", 1: "x"}, 1: {0: "x", 1: text}, 2: {0: "x", 1: "x"}})
@@ -257,11 +257,11 @@ def test_what_is_awaited_waits_together_in_one_loop(pool):
 
 
 def test_what_is_awaited_has_a_limit(pool):
-    processes = pool("Later", limit_s=0.5)
+    processes = pool("Later", limit_s=2.0)
     started(processes)
     outcomes = processes.play({0: {0: "0.01"}, 1: {0: "0.01", 1: "60"}})
     assert isinstance(outcomes[0], dict)
-    assert outcomes[1] == Failure("a call took more than environment.timeout_s=0.5")
+    assert outcomes[1] == Failure("a call took more than environment.timeout_s=2")
 
 
 def test_what_it_prints_is_no_reply(pool, capfd):
@@ -382,14 +382,14 @@ class Shared:
     ("text", "reason"),
     [
         ("raise", "it raised RuntimeError: on purpose"),
-        ("hang", r"a call took more than environment\.timeout_s=0\.3"),
+        ("hang", r"a call took more than environment\.timeout_s=2"),
         ("exit", "it ended its thread"),
     ],
 )
 def test_a_class_of_the_program_shares_its_state_and_fails_by_group(text, reason):
     Shared.calls.clear()
     Shared.release.clear()
-    threads = given(Shared, limit_s=0.3 if text == "hang" else 20.0)
+    threads = given(Shared, limit_s=2.0 if text == "hang" else 20.0)
     assert started(threads)[2] == {0: {"prompt": "p"}, 1: {"prompt": "p"}}
     first = threads._host._environments[1, 1]
     outcomes = threads.play({0: {0: "a", 1: "b"}, 1: {0: "c", 1: text}, 2: {0: "d", 1: "e"}})

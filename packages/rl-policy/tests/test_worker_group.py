@@ -58,8 +58,12 @@ def words(*texts):
     return batch, batch.plan_by_batch_size(len(texts))
 
 
+def environments(group, name):
+    return [answer[name] for answer in group.run_all("describe")]
+
+
 def pids_of(group):
-    return [answer["pid"] for answer in group.run_all("describe")]
+    return environments(group, "pid")
 
 
 def test_every_rank_gets_torchruns_environment(shared_group):
@@ -272,6 +276,57 @@ def test_shutdown_reports_a_worker_that_will_not_leave(cluster, probe, wait_unti
     assert group.shutdown() is False
     assert "will not leave" in caplog.text
     wait_until_gone(pids)
+
+
+def test_a_group_starts_in_the_processes_of_one_that_ended_before_it(cluster, probe, group):
+    pids, addresses = pids_of(group), environments(group, "MASTER_PORT")
+    with cluster.spare_hosts.keeping():
+        assert group.shutdown()
+    with pytest.raises(WorkerGroupError, match="has ended: it was shut down"):
+        group.run_all("describe")
+    after = start(cluster, probe.ProbeWorker, worker_kwargs={"greeting": "again"})
+    try:
+        assert pids_of(after) == pids
+        assert environments(after, "MASTER_PORT") != addresses
+        assert environments(after, "greeting") == ["again", "again"]
+        assert after.run_all("all_reduce") == [1.0, 1.0], "a process group of its own"
+        group.shutdown()
+        assert pids_of(after) == pids, "they are no longer those of the group before"
+        with cluster.spare_hosts.keeping():
+            pass
+        after.shutdown()
+        last = start(cluster, probe.ProbeWorker)
+        assert not set(pids_of(last)) & set(pids), "nobody has asked for them to be kept"
+        last.shutdown()
+    finally:
+        after.shutdown()
+
+
+@pytest.mark.slow
+def test_spare_processes_of_another_kind_are_ended(cluster, probe, group, wait_until_gone):
+    pids = pids_of(group)
+    with cluster.spare_hosts.keeping():
+        assert group.shutdown()
+    sharding = NamedSharding(np.arange(2), ["data_parallel"])
+    other = RayWorkerGroup(cluster, probe.ProbeWorker, sharding=sharding, name="other")
+    try:
+        assert not set(pids_of(other)) & set(pids)
+        wait_until_gone(pids, limit_s=DEATH_LIMIT_S)
+    finally:
+        other.shutdown()
+
+
+@pytest.mark.slow
+def test_a_group_that_has_failed_leaves_no_spare_processes(cluster, probe, group, wait_until_gone):
+    pids = pids_of(group)
+    os.kill(pids[1], signal.SIGKILL)
+    wait_until_gone(pids[1:], limit_s=DEATH_LIMIT_S)
+    with cluster.spare_hosts.keeping():
+        assert not group.shutdown()
+    wait_until_gone(pids, limit_s=DEATH_LIMIT_S)
+    after = start(cluster, probe.ProbeWorker)
+    assert not set(pids_of(after)) & set(pids)
+    after.shutdown()
 
 
 def test_a_group_that_does_not_fit_the_bundles_is_refused(cluster, probe):

@@ -19,6 +19,7 @@ from uuid import uuid4
 
 import ray
 from ray._private import ray_constants, worker
+from ray._private.node import Node
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import (
     PlacementGroup,
@@ -27,6 +28,8 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rl_policy.ray.hosts import SpareHosts
 
 if TYPE_CHECKING:
     from rl_interfaces import Cluster
@@ -161,6 +164,28 @@ def _on_loopback() -> Iterator[None]:
         del os.environ[_CLUSTER_SETTING]
 
 
+@contextmanager
+def _without_services() -> Iterator[None]:
+    """Leave out of a Ray that is started inside what serves those who look at it from outside.
+
+    These are the autoscaler's monitor and the server of the dashboard's API, for which `ray.init`
+    waits even without a dashboard. It has no argument for either.
+    """
+
+    def start_nothing(node: Node, **_: object) -> None:
+        node._webui_url = None
+
+    services = ("start_monitor", "start_api_server")
+    starts = {name: getattr(Node, name) for name in services}
+    for name in services:
+        setattr(Node, name, start_nothing)
+    try:
+        yield
+    finally:
+        for name, start in starts.items():
+            setattr(Node, name, start)
+
+
 def _join_or_start(num_cpus: int) -> bool:
     """Connect to Ray; return whether a local one had to be started."""
     num_cpus = max(num_cpus, os.cpu_count() or 1)
@@ -171,7 +196,7 @@ def _join_or_start(num_cpus: int) -> bool:
         if f"RAY_{name}" not in os.environ
     }
     try:
-        with _on_loopback():
+        with _on_loopback(), _without_services():
             ray.init(
                 num_cpus=num_cpus,
                 include_dashboard=False,
@@ -222,6 +247,7 @@ class RayVirtualCluster:
         # First, as `__del__` reads them even if an argument is refused.
         self._placement_groups: list[PlacementGroup] | None = None
         self._is_shut_down = False
+        self.spare_hosts = SpareHosts()
         _check_bundle_counts(bundle_ct_per_node_list)
         if max_colocated_worker_groups < 1:
             raise ValueError(
@@ -285,6 +311,7 @@ class RayVirtualCluster:
             return
         groups, self._placement_groups = self._placement_groups, None
         if ray.is_initialized():
+            self.spare_hosts.end()
             _remove(groups)
         SESSION.leave(id(self))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -11,10 +13,67 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl_policy.ray.objects import RowsOfRank
-from rl_policy.ray.worker_host import WorkerHost
+from rl_policy.ray.worker_host import HostedWorker, WorkerHost
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupKind:
+    """What a group of ranks has to have in common with another to run in its processes."""
+
+    worker_class: Callable[..., HostedWorker]
+    """Its module is imported there; another's could want another environment."""
+    name: str
+    """The prefix of what the ranks print."""
+    bundles: tuple[tuple[str, int], ...]
+    """For each rank the id of the placement group, and the bundle in it."""
+    lanes: tuple[str, ...]
+    """The concurrency groups of the actors."""
+
+
+class SpareHosts:
+    """The actors of a group that has ended in order, kept for one of the same kind that follows.
+
+    To start a process, and to import there what its worker needs, takes longer than a small model
+    takes to train. A spare actor holds its CPU and its share of a GPU, so that no group is started
+    beside spare ones: it takes them or ends them.
+    """
+
+    def __init__(self) -> None:
+        self._is_keeping = False
+        self._kind: GroupKind | None = None
+        self._hosts: list[ActorHandle] = []
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Keep the actors of the last group that ends within the context; they outlast it."""
+        self._is_keeping = True
+        try:
+            yield
+        finally:
+            self._is_keeping = False
+
+    def keep(self, kind: GroupKind, hosts: Sequence[ActorHandle]) -> bool:
+        """Return whether the actors, whose workers have been shut down, are kept."""
+        if self._is_keeping:
+            self.end()
+            self._kind, self._hosts = kind, list(hosts)
+        return self._is_keeping
+
+    def take(self, kind: GroupKind) -> list[ActorHandle]:
+        """Return the spare actors in rank order if they are of a kind; else end them, return []."""
+        if kind != self._kind:
+            self.end()
+        hosts, self._hosts, self._kind = self._hosts, [], None
+        return hosts
+
+    def end(self) -> None:
+        """End what is spare."""
+        for host in self._hosts:
+            ray.kill(host)
+        self._hosts, self._kind = [], None
 
 
 def create_host(

@@ -14,7 +14,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
-from rl_policy.ray.cluster import bundle_nodes, rank_bundles
+from rl_policy.ray.cluster import RayVirtualCluster, bundle_nodes, rank_bundles
 from rl_policy.ray.failures import (
     GRACE_S,
     Outcome,
@@ -24,7 +24,14 @@ from rl_policy.ray.failures import (
     to_exception,
     wait_for_ranks,
 )
-from rl_policy.ray.hosts import call_in_lane, call_on_rows, call_worker, create_host
+from rl_policy.ray.hosts import (
+    GroupKind,
+    SpareHosts,
+    call_in_lane,
+    call_on_rows,
+    call_worker,
+    create_host,
+)
 from rl_policy.ray.objects import BatchStore, unpack_result
 from rl_policy.ray.sharding import DATA_AXIS, NamedSharding
 from rl_policy.ray.worker_host import HostedWorker, rank_environments
@@ -107,15 +114,28 @@ class RayWorkerGroup:
         self._hosts: list[ActorHandle] = []
         self._failure: Exception | None = None
         self._ended_in_order: bool | None = None
+        self._is_handed_over = False
         threads = [*([_BESIDE] if takes_calls_beside else []), *lanes]
         self._lanes = threads
+        # Another framework's cluster keeps none.
+        is_ours = isinstance(cluster, RayVirtualCluster)
+        self._spare = cluster.spare_hosts if is_ours else SpareHosts()
         groups = cluster.get_placement_groups()
         bundles = rank_bundles(bundle_nodes(cluster), workers_per_node=workers_per_node)
         if len(bundles) != sharding.size:
             raise ValueError(f"{len(bundles)} bundles do not fit {sharding.size} ranks")
         try:
             self._places = [(groups[node], bundle) for node, bundle in bundles]
-            for rank in range(sharding.size):
+            self._kind = GroupKind(
+                worker_class=worker_class,
+                name=name,
+                bundles=tuple((group.id.hex(), bundle) for group, bundle in self._places),
+                lanes=tuple(threads),
+            )
+            self._hosts = self._spare.take(self._kind)
+            if self._hosts:
+                self.wait(self._call_hosts("clear"), start_timeout_s)
+            for rank in range(len(self._hosts), sharding.size):
                 self._hosts.append(self._create_host(rank))
             self._start((worker_class, worker_args, worker_kwargs or {}), start_timeout_s)
         except BaseException:  # an interrupt too: actors outlive a constructor that fails
@@ -125,7 +145,7 @@ class RayWorkerGroup:
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        return len(self._hosts)
+        return self.sharding.size
 
     @property
     def has_ended(self) -> bool:
@@ -327,6 +347,9 @@ class RayWorkerGroup:
                 )
             finally:
                 self._failure = self._failure or WorkerGroupError("it was shut down")
+                self._is_handed_over = self._ended_in_order and self._spare.keep(
+                    self._kind, self._hosts
+                )
                 self._kill()
         return self._ended_in_order
 
@@ -444,7 +467,8 @@ class RayWorkerGroup:
         return create_host(group, bundle, name=self.name, rank=rank, lanes=self._lanes)
 
     def _kill(self) -> None:
-        if ray.is_initialized():
+        """End every actor, unless they are spare ones, or another group's, by now."""
+        if ray.is_initialized() and not self._is_handed_over:
             for host in self._hosts:
                 ray.kill(host)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import re
@@ -133,7 +134,10 @@ class WorkerHost:
         return pack_result(self.call(method, keep_result, rows, **kwargs))
 
     def peak_memory(self) -> int:
-        """Return the most bytes that tensors have had on the GPU; without one, the process."""
+        """Return the most bytes that tensors have had on the GPU; without one, the process.
+
+        The process may have run an earlier worker, see `SpareHosts`.
+        """
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             return torch.cuda.max_memory_allocated()
         # In KiB on Linux, the one system that Ray places ranks on here; in bytes on macOS.
@@ -141,9 +145,18 @@ class WorkerHost:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
     def shutdown(self) -> None:
-        """Shut the worker down, if it was constructed."""
+        """Shut the worker down, if it was constructed, and forget it: another may follow."""
         if self._worker is not None:
             self._worker.shutdown()
+        self._worker = self._port = None
+
+    def clear(self) -> None:
+        """Free the memory of a worker that was shut down, and count its peak anew on a GPU."""
+        # Autograd and hooks of modules are cycles.
+        gc.collect()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
 
 
 def rank_environments(

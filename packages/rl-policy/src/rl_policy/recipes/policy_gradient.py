@@ -172,7 +172,9 @@ def warm_up(session: Session[ProblemInputs], model: str) -> str:
     """Fine-tune the model that the run starts from if it has a warm-up; return what follows it."""
     warn_of_truncation(session.config.policy["generation"])
     if has_warm_up(session.config):
-        return fine_tune(session, session.directory.warm_up, model=model)
+        # What is trained next starts in the warm-up's processes.
+        with session.cluster.spare_hosts.keeping():
+            return fine_tune(session, session.directory.warm_up, model=model)
     return model
 
 
