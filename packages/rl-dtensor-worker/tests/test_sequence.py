@@ -1,6 +1,5 @@
 """Sequence parallelism of models whose code outside of blocks needs full sequences."""
 
-import logging
 from contextlib import nullcontext
 from functools import partial
 from unittest import mock
@@ -23,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 PACKED = {"enabled": True, "train_mb_tokens": 24, "logprob_mb_tokens": 24}
 SIZES = {"n_embd": 32, "n_layer": 4, "n_head": 4, "vocab_size": 64}
+SIZES |= {"bos_token_id": 0, "eos_token_id": 1}
 PER_LAYER = {"per_layer_config": {}, "hidden_size_per_layer_input": 8, "head_dim": 8}
 LATENT = {
     "q_lora_rank": 16,
@@ -176,14 +176,12 @@ def test_packed_and_sharded_sequences_are_both_checked():
 
 
 def test_the_log_says_where_activations_are_full(caplog):
-    with caplog.at_level(logging.WARNING):
-        _report(gpt2(), SequenceScope.MODEL, Way())
-        assert not caplog.messages
-        _report(gpt2(), SequenceScope.BETWEEN_LAYERS, Way(keeps_mask=True))
+    model = gpt2()
+    _report(model, SequenceScope.MODEL, Way())
+    assert not caplog.messages
+    _report(model, SequenceScope.BETWEEN_LAYERS, Way(keeps_mask=True))
     layers, mask = caplog.messages
-    assert (
-        "sequence_parallel=True shards what is between its decoder layers of GPT2LMHead" in layers
-    )
+    assert "shards what activation_checkpointing keeps between the decoder layers of GPT2" in layers
     assert "sequence_packing.enabled=True: GPT2LMHeadModel adds a bias" in mask
 
 

@@ -55,9 +55,9 @@ class SequenceScope(Enum):
 
     MODEL = "the whole model"
     """From the embedding to the output layer, but not inside of blocks."""
-    LAYERS = "its decoder layers"
+    LAYERS = "the decoder layers"
     """The same, but full before the first decoder layer and after the last one."""
-    BETWEEN_LAYERS = "what is between its decoder layers"
+    BETWEEN_LAYERS = "what activation_checkpointing keeps between the decoder layers"
     """From each decoder layer to the next one; full inside of layers too."""
 
 
