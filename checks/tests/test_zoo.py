@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ import torch
 from checks.zoo import __main__ as run
 from checks.zoo import columns, page, types
 from checks.zoo.ranks import Ranks
+
+ROOT = Path(__file__).parents[2]
 
 
 def outcome_of(body):
@@ -75,6 +78,37 @@ def test_a_page_hides_nothing():
     assert "1. at the start: policy.head: it differs by ... of the largest\n" in text
     assert "- `none`: ValueError: large" in text
     assert "| of 3 types |" in text
+
+
+def test_a_page_is_read_as_it_was_written():
+    refusal = "refused: at the start: policy.head: a | b < c"
+    results = {
+        "one (alibi)": dict.fromkeys(page.COLUMNS, "equal")
+        | {"tp2": refusal, "generate": "equal, without a cache", "train": "crash: a | b < c"},
+        "three": {"train": "equal"},
+        "none": {"model": "not built: ValueError: a | b < c"},
+    }
+    text = page.write(results, since="2020-01-02")
+    assert "\nFrom 2020-01-02 to " in text
+    assert page.read(text) == (results, "2020-01-02")
+    assert page.write(page.read(text).results, since="2020-01-02") == text
+
+
+def test_columns_that_are_tried_anew_replace_those_of_a_page():
+    before = {"a": {"train": "equal", "tp2": "crash: X"}, "b": {"model": "not built: X"}}
+    anew = {"a": {"tp2": "equal"}, "b": {"train": "equal"}, "c": {"model": "not built: Y"}}
+    assert run.merge(before, anew) == {
+        "a": {"train": "equal", "tp2": "equal"},
+        "b": {"train": "equal"},
+        "c": {"model": "not built: Y"},
+    }
+
+
+def test_the_committed_page_is_read_as_it_was_written():
+    text = (ROOT / "docs/pages/models.md").read_text()
+    found = page.read(text)
+    assert len(found.results) > 170
+    assert page.read(page.write(found.results, since=found.since)) == found
 
 
 def test_every_variant_is_of_a_type_that_transformers_has():

@@ -8,9 +8,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from checks.zoo import columns, page, types
 from checks.zoo.ranks import Ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 Outcomes = dict[str, str]
 
@@ -21,7 +25,7 @@ def main() -> int:
     parser.add_argument("--types", default="", help="model types, separated by commas; all")
     parser.add_argument("--columns", default="", help=f"some of {', '.join(columns.TRIES)}; all")
     parser.add_argument("--results", type=Path, help="keep outcomes there, and go on from them")
-    parser.add_argument("--page", type=Path, help="write the table there")
+    parser.add_argument("--page", type=Path, help="write the table there, or its rows of some")
     given = parser.parse_args()
     chosen = given.types.split(",") if given.types else types.all_types()
     if unknown := sorted(set(chosen) - set(types.all_types())):
@@ -41,7 +45,10 @@ def main() -> int:
         for each in ranks.values():
             each.close()
     if given.page:
-        given.page.write_text(page.write(results))
+        is_part = bool(given.types or given.columns) and given.page.exists()
+        before = page.read(given.page.read_text()) if is_part else page.Page({}, None)
+        merged = merge(before.results, results)
+        given.page.write_text(page.write(merged, since=before.since))
     faults = [
         f"{model_type}, {column}: {outcome}"
         for model_type in chosen
@@ -73,6 +80,15 @@ def try_model(model_type: str, wanted: list[str], ranks: dict[int, Ranks]) -> Ou
     short = {column: outcome[:100] for column, outcome in found.items() if outcome != columns.EQUAL}
     print(f"{model_type} ({time.monotonic() - start:.0f} s): {short or 'all equal'}", flush=True)
     return found
+
+
+def merge(before: Mapping[str, Outcomes], results: Mapping[str, Outcomes]) -> dict[str, Outcomes]:
+    """Return the outcomes of an earlier run with those of columns that were tried anew."""
+    merged = dict(before)
+    for name, found in results.items():
+        kept = {column: said for column, said in merged.get(name, {}).items() if column != "model"}
+        merged[name] = found if "model" in found else kept | found
+    return merged
 
 
 def worst(of_ranks: list[Outcomes]) -> Outcomes:

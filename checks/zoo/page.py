@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
+from typing import NamedTuple
 
 Outcomes = Mapping[str, str]
 
@@ -34,6 +35,9 @@ _OF_ONE_MODEL = [
     (re.compile(r"(?<=does not run so: ).*?(?=\. Leave the key out)"), "..."),
     (re.compile(r"model\.[\w.]+|\w+\.(?:layers|h)\.[\w.]+"), "..."),
 ]
+_CELL_END = re.compile(r"(?<!\\) \| ")
+_NOT_TRIED = "not tried"
+_SLOW, _WITHOUT_CACHE = "slow", "equal, without a cache"
 # Of what transformers says of a type that it does not build.
 _SHORT = 120
 _HEAD = """\
@@ -45,7 +49,8 @@ written by
 
     nox -s zoo -- --page docs/pages/models.md
 
-which also tries some types alone, `nox -s zoo -- --types qwen3,gemma2`. A cell is `equal`, or the
+which also tries some types alone, `nox -s zoo -- --types qwen3,gemma2`, and then leaves the other
+rows of a page as they are. A cell is `equal`, or the
 number of a refusal below: the worker says so and why before it trains, and nothing else happens.
 
 - `log-probabilities`: `get_logprobs` of ragged, padded rows.
@@ -65,17 +70,46 @@ layer that a type has occurs.
 """
 
 
-def write(results: Mapping[str, Outcomes]) -> str:
-    """Return the page as Markdown, from the outcomes of each type."""
+class Page(NamedTuple):
+    """What an earlier run has written."""
+
+    results: dict[str, dict[str, str]]
+    """The outcomes of each type; of refusals what they have in common."""
+    since: str | None
+    """The date of the oldest of them."""
+
+
+def read(text: str) -> Page:
+    """Return what a page says, for a run of some types or columns that leaves the rest as it is."""
+    date = re.search(r"^(?:On|From) (\d{4}-\d\d-\d\d)", text, re.MULTILINE)
+    reasons = dict(re.findall(r"^(\d+)\. (.+)$", text, re.MULTILINE))
+    results: dict[str, dict[str, str]] = {}
+    for name, row in re.findall(r"^\| `([^`]+)` \| (.+) \|$", text, re.MULTILINE):
+        cells = zip(COLUMNS, _CELL_END.split(row), strict=True)
+        results[name] = {
+            column: _outcome(cell, reasons) for column, cell in cells if cell != _NOT_TRIED
+        }
+    for name, reason in re.findall(r"^- `([^`]+)`: (\w+Error: .+)$", text, re.MULTILINE):
+        results[name] = {"model": f"not built: {_unescaped(reason)}"}
+    return Page(results, date.group(1) if date else None)
+
+
+def write(results: Mapping[str, Outcomes], *, since: str | None = None) -> str:
+    """Return the page as Markdown.
+
+    Args:
+        results: The outcomes of each type.
+        since: The date of the oldest of them. None: all are of now.
+    """
     built = {name: found for name, found in sorted(results.items()) if "model" not in found}
     reasons: dict[str, int] = {}
     rows = [
-        f"| `{name}` | {' | '.join(_cell(found.get(c, 'not tried'), reasons) for c in COLUMNS)} |"
+        f"| `{name}` | {' | '.join(_cell(found.get(c, _NOT_TRIED), reasons) for c in COLUMNS)} |"
         for name, found in built.items()
     ]
     parts = [
         _HEAD,
-        f"On {datetime.now(UTC):%Y-%m-%d}, in float32 on a CPU: Python "
+        f"{_when(since)}, in float32 on a CPU: Python "
         f"{platform.python_version()}, torch {version('torch')}, transformers "
         f"{version('transformers')}, megatron-core {version('megatron-core')}.\n",
         "\n".join(_counts(built)) + "\n",
@@ -93,6 +127,11 @@ def write(results: Mapping[str, Outcomes]) -> str:
         + "\n",
     ]
     return "\n".join(parts)
+
+
+def _when(since: str | None) -> str:
+    today = f"{datetime.now(UTC):%Y-%m-%d}"
+    return f"On {today}" if since in (None, today) else f"From {since} to {today}"
 
 
 def _counts(built: Mapping[str, Outcomes]) -> list[str]:
@@ -119,13 +158,24 @@ def _reason(outcome: str) -> str:
 
 def _cell(outcome: str, reasons: dict[str, int]) -> str:
     """Return what stands in a cell; number a reason that is new."""
-    if outcome == "equal, without a cache":
-        return "slow"
+    if outcome == _WITHOUT_CACHE:
+        return _SLOW
     if not outcome.startswith("refused"):
         # Wrong or a crash: never on a page that is committed, and not hidden if it were.
         return _escaped(outcome)
     return str(reasons.setdefault(_reason(outcome), len(reasons) + 1))
 
 
+def _outcome(cell: str, reasons: Mapping[str, str]) -> str:
+    """Return the outcome that a cell stands for."""
+    if cell == _SLOW:
+        return _WITHOUT_CACHE
+    return f"refused: {_unescaped(reasons[cell])}" if cell in reasons else _unescaped(cell)
+
+
 def _escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def _unescaped(text: str) -> str:
+    return text.replace("\\|", "|").replace("&lt;", "<")

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from rl_batched_data import PackedSequences
-from rl_dtensor_worker.attention import ContextRows, Heads
+from rl_dtensor_worker.attention import ContextRows, Heads, Window
 
 
 class Attended(NamedTuple):
@@ -25,7 +25,7 @@ def attend_to_shards(*, states, weights, lengths, window):
         rows = ContextRows.of(packed, group)
         own = [part.index_select(2, rows.shards.own).requires_grad_() for part in states]
         module = torch.nn.Module()
-        output = rows.attend(module, Heads(*own), window)
+        output = rows.attend(module, Heads(*own), None if window is None else Window(window))
         gathered = rows.gather(output)
         (gathered * weights).sum().backward()
         gradients = [

@@ -79,13 +79,12 @@ def test_blocks_beside_attention_are_found_first():
     assert names_of(tiny("qwen3_next")) == [
         set(),
         {"linear_attn"},
-        {"linear_attn", "self_attn"},
-        {"linear_attn", "self_attn"},
+        *[{"linear_attn", "self_attn"}] * 3,
     ]
 
 
 def test_a_model_of_attention_alone_has_none_beside_it():
-    assert names_of(tiny("qwen3_moe")) == [set(), {"self_attn"}, {"self_attn"}]
+    assert names_of(tiny("qwen3_moe")) == [set(), *[{"self_attn"}] * 3]
 
 
 def test_an_attention_that_computes_otherwise_is_not_taken(monkeypatch):
@@ -100,6 +99,89 @@ def test_an_attention_that_computes_otherwise_is_not_taken(monkeypatch):
 
 def without_sinks(*args, s_aux, **kwargs):
     return packed_attention_forward(*args, **kwargs)
+
+
+LLAMA4 = {
+    "attention_chunk_size": 4,
+    "num_local_experts": 2,
+    "intermediate_size_mlp": 48,
+    "head_dim": 8,
+    "no_rope_layers": [1, 0],
+}
+IN_MASKS = {
+    "chunks": ("llama4_text", LLAMA4),
+    # Queries of later tokens are scaled, by where they are in the row: beyond what a start probes.
+    "temperature": ("llama4_text", LLAMA4 | {"floor_scale": 21}),
+    "window": ("phimoe", EXPERTS["phimoe"] | {"sliding_window": 6}),
+    "alibi": ("falcon", {"alibi": True, "ffn_hidden_size": 48}),
+}
+
+
+@pytest.mark.slow_beyond(2)
+@pytest.mark.parametrize("case", IN_MASKS)
+def test_what_masks_say_holds_in_packed_sequences(pools, tmp_path, case):
+    model_type, options = IN_MASKS[case]
+    path = build_family(tmp_path, model_type, **options | {"initializer_range": 0.2})
+    batch = make_batch(4)
+    (result,) = pools(1).run(
+        parity_ranks.run_case,
+        config=make_config(path, sequence_packing=PACKED),
+        batch=batch,
+        section="sequence_packing",
+        num_calls=1,
+    )
+    expected = plain_logprobs(load(path), batch)[result.order or list(range(4))]
+    torch.testing.assert_close(result.columns["logprobs"], expected, atol=1e-5, rtol=0)
+    parameters, _, _ = plain_training(path, batch, global_batch_size=4, num_calls=1)
+    assert_equal_parameters(result.parameters, parameters, PARAMETER_TOLERANCE)
+
+
+def test_short_windows_are_taken_back():
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama4_text", **SIZES | LLAMA4 | {"attention_chunk_size": 64})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    assert take_attention(model, tolerance=1e-3)
+    scale = model.model.layers[1].self_attn.floor_scale
+    with mixing.short_windows(model):
+        assert model.config.attention_chunk_size == 4
+        assert model.model.layers[1].self_attn.floor_scale == 4
+    assert model.config.attention_chunk_size == 64
+    assert model.model.layers[1].self_attn.floor_scale == scale > 4
+
+
+def test_windows_that_layers_pass_on_are_not_read_from_masks():
+    assert not take_attention(tiny("gpt_oss"), tolerance=1e-3)
+
+
+def test_a_mask_of_packed_tokens_as_one_row_is_that_of_each_row():
+    mask = torch.full((1, 2, 6, 6), -9e9).triu(1) + torch.arange(6)
+    rows = mixing._mask_of_rows(mask, torch.zeros(3, 4, 8))
+    assert torch.equal(rows, mask[..., :4, :4])
+    seen = torch.ones(1, 1, 6, 6).tril().bool()
+    assert torch.equal(mixing._mask_of_rows(seen, torch.zeros(3, 4, 8)), seen[..., :4, :4])
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.ones(6, 6).tril().triu(-2).bool()[None, None],
+        torch.block_diag(*torch.ones(2, 3, 3)).tril().bool()[None, None],
+        torch.ones(1, 1, 3, 3).tril().bool(),
+        torch.ones(1, 6),
+    ],
+    ids=["window", "sequences", "too short", "of tokens"],
+)
+def test_another_mask_is_not_that_of_each_row(mask):
+    with pytest.raises(ValueError, match="is not that of one causal row"):
+        mixing._mask_of_rows(mask, torch.zeros(3, 4, 8))
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 9), (1, 4, 1, 9)])
+def test_position_biases_of_rows_start_anew(shape):
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    biases = (slopes[:, None] * torch.arange(9)).view(shape)
+    found = mixing._alibi_of_rows(biases, torch.zeros(3, 5, 8)).view(3, 4, 5)
+    assert torch.equal(found, (slopes[:, None] * torch.arange(5)).expand(3, 4, 5))
 
 
 def test_sinks_with_capped_scores_are_refused():
@@ -119,8 +201,18 @@ def test_a_window_holds_without_a_mask_too():
 
 
 def test_windows_that_a_mask_says_are_not_replaced_by_full_rows():
-    found = names_of(tiny("gpt_oss"))
-    assert found == [set()]
+    model = tiny("gpt_oss")
+    take_attention(model, tolerance=1e-3)
+    _, rows = ways_of(model, torch.no_grad)
+    assert {name.rpartition(".")[2] for name in rows.names} == {"self_attn"}
+    assert rows.takes_rows
+
+
+def test_experts_that_flatten_their_rows_mix_nothing():
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama4_text", **SIZES | LLAMA4)
+    found = names_of(AutoModelForCausalLM.from_config(config).eval())
+    assert found == [set(), {"self_attn"}]
 
 
 def test_what_was_chosen_before_is_taken_back():

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,11 +12,17 @@ from oracle import (
     plain_logprobs,
 )
 from rl_batched_data import PackedSequences, SlicedDataDict
+from rl_batched_data.packing.context_shards import ContextShards
 from rl_batched_data.packing.packed_sequences import group_by_length
 from rl_dtensor_worker.attention import (
     NAME,
     AttentionRows,
+    ChunkRows,
+    FullRows,
+    Heads,
+    Window,
     use_packed_attention,
+    window_of,
 )
 from rl_dtensor_worker.forward import Forward, find_token_head
 from rl_dtensor_worker.mixing import take_attention
@@ -23,6 +31,8 @@ from tiny_model import make_batch
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -49,6 +59,12 @@ MODELS = {
         Gemma2ForCausalLM,
         Gemma2Config,
         {"sliding_window": 4, "attn_logit_softcapping": None},
+    ),
+    "llama4, chunks of 4": (
+        Llama4ForCausalLM,
+        Llama4TextConfig,
+        {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 48}
+        | {"no_rope_layers": [1, 0]},
     ),
 }
 
@@ -128,3 +144,79 @@ def test_another_attention_is_left_as_it_is():
     batch = make_batch(5)
     scores = packed_scores(model, batch).detach()
     torch.testing.assert_close(scores, plain_logprobs(model, batch), atol=LOGPROB_TOLERANCE, rtol=0)
+
+
+def seen_in_chunks(length, size):
+    """Return which tokens each token of a sequence sees, `[length, length]` bool."""
+    tokens = torch.arange(length)
+    return (tokens <= tokens[:, None]) & (tokens // size == tokens[:, None] // size)
+
+
+def attention_of(heads, seen):
+    query, key, value = (states.double() for states in heads)
+    scores = (query @ key.transpose(-1, -2)) * query.shape[-1] ** -0.5
+    return (scores.masked_fill(~seen, float("-inf")).softmax(-1) @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 11, 20])
+def test_chunks_are_counted_from_the_start_of_each_row(size):
+    torch.manual_seed(0)
+    heads = Heads(*torch.randn(3, 2, 4, 11, 8))
+    found = FullRows().attend(torch.nn.Module(), heads, Window(size, is_chunk=True))
+    expected = attention_of(heads, seen_in_chunks(11, size))
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_chunks_are_counted_from_the_start_of_each_sharded_sequence(num_ranks):
+    torch.manual_seed(0)
+    lengths, size = [8, 12], 5
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    heads = Heads(*torch.randn(3, 1, 4, 20, 8))
+    full = torch.cat(
+        [
+            attention_of(Heads(*(each[:, :, a:b] for each in heads)), seen_in_chunks(b - a, size))
+            for a, b in pairwise(ends.tolist())
+        ],
+        dim=1,
+    )
+    for rank in range(num_ranks):
+        shards = ContextShards.of(ends, rank=rank, num_ranks=num_ranks, device=torch.device("cpu"))
+        # Keys in the order in which the ranks' own are gathered.
+        gathered = torch.empty(20, dtype=torch.int64)
+        gathered[shards.gathered] = torch.arange(20)
+        key, value = (each[:, :, gathered] for each in heads[1:])
+        given = Heads(heads.query[:, :, shards.own], key, value)
+        output = ChunkRows.of(shards.chunks).attend(given, Window(size, is_chunk=True))
+        found = output.index_select(0, shards.places)[None]
+        torch.testing.assert_close(found.double(), full[:, shards.own], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("config", "passed", "expected"),
+    [
+        ({"layer_types": ["full_attention"]}, None, None),
+        ({"layer_types": ["full_attention"]}, 7, Window(7)),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 5}, None, Window(5)),
+        (
+            {"layer_types": ["chunked_attention"], "attention_chunk_size": 6},
+            None,
+            Window(6, is_chunk=True),
+        ),
+        ({"sliding_window": 5}, None, Window(5)),
+        ({"sliding_window": None}, None, None),
+    ],
+)
+def test_a_window_that_a_mask_says_is_that_of_the_config(config, passed, expected):
+    module = torch.nn.Module()
+    module.config = LlamaConfig(**(SIZES | {"num_hidden_layers": 1} | config))
+    module.layer_idx = 0
+    assert window_of(module, passed) == expected
+
+
+def test_another_kind_of_mask_is_refused_by_name():
+    module = torch.nn.Module()
+    module.config, module.layer_idx = LlamaConfig(**SIZES), 0
+    module.config.layer_types = ["hybrid"]
+    with pytest.raises(ValueError, match="Module implements its hybrid by a mask alone"):
+        window_of(module, None)

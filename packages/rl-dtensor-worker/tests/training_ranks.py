@@ -291,6 +291,12 @@ def num_sharded_modules(*, config, as_small=False):
         return sum(isinstance(module, FSDPModule) for module in worker.model.modules())
 
 
+def sequence_scope(*, config):
+    """Return the name of the scope of sequence parallelism that the start has chosen."""
+    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+        return worker._engine.parallel.tensor_parallel.scope.name
+
+
 class WholeRun(NamedTuple):
     """What every call of a short run returned, and the collectives that two of them made."""
 

@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 NAME = "rl_packed_sdpa"
 # The attribute of a mask that says how the sequences are laid out.
 _LAYOUT = "_rl_layout"
+WINDOWS_OF_KINDS = {
+    "sliding_attention": "sliding_window",
+    "chunked_attention": "attention_chunk_size",
+}
+"""What transformers' masks of a kind of layer take from the config."""
 
 
 class Heads(NamedTuple):
@@ -52,18 +57,27 @@ class Heads(NamedTuple):
     """Like `key`."""
 
 
+class Window(NamedTuple):
+    """How far back in its sequence a token sees."""
+
+    size: int
+    """Of a sliding window, the token itself included; or of a chunk."""
+    is_chunk: bool = False
+    """Whether sequences are divided into chunks from their start, of which a token sees its own."""
+
+
 class AttentionLayout(Protocol):
     """The layout of a forward's sequences, which computes its attention."""
 
     def attend(
-        self, module: nn.Module, heads: Heads, sliding_window: int | None, **kwargs: Any
+        self, module: nn.Module, heads: Heads, window: Window | None, **kwargs: Any
     ) -> torch.Tensor:
         """Return causal attention within each sequence, `[rows, seq, heads, head_size]`.
 
         Args:
             module: The attention layer.
             heads: Its inputs.
-            sliding_window: How many tokens a token sees, itself included. None: all before it.
+            window: How far back a token sees. None: to the start of its sequence.
             kwargs: Further arguments of transformers' attention functions.
         """
         ...
@@ -108,24 +122,25 @@ class AttentionRows:
         return cls(groups=RowGroups.of(groups), places=places, packed=packed)
 
     def attend(
-        self, module: nn.Module, heads: Heads, sliding_window: int | None, **kwargs: Any
+        self, module: nn.Module, heads: Heads, window: Window | None, **kwargs: Any
     ) -> torch.Tensor:
         """See `AttentionLayout.attend`."""
         query, key, value = (states[0].transpose(0, 1) for states in heads)
-        if takes_packed(query, value) and _is_plain(**kwargs):
+        is_chunked = window is not None and window.is_chunk
+        if takes_packed(query, value) and _is_plain(**kwargs) and not is_chunked:
             output = attend_to_packed(
                 query,
                 key,
                 value,
                 self.packed.cu_seqlens,
                 max_seqlen=self.packed.max_seqlen,
-                sliding_window=sliding_window,
+                sliding_window=None if window is None else window.size,
                 scale=kwargs.get("scaling"),
             )
             return output[None]
         rows = zip(*(self.groups.gather(states) for states in (query, key, value)), strict=True)
         outputs = [
-            _attend_to_rows(module, _heads_of(group), sliding_window, **kwargs).flatten(0, 1)
+            _attend_to_rows(module, _heads_of(group), window, **kwargs).flatten(0, 1)
             for group in rows
         ]
         return torch.cat(outputs).index_select(0, self.places)[None]
@@ -133,13 +148,13 @@ class AttentionRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FullRows:
-    """Full padded rows, which a sequence-parallel block has gathered before its attention."""
+    """Full padded rows, which a block around has gathered before its attention."""
 
     def attend(
-        self, module: nn.Module, heads: Heads, sliding_window: int | None, **kwargs: Any
+        self, module: nn.Module, heads: Heads, window: Window | None, **kwargs: Any
     ) -> torch.Tensor:
         """See `AttentionLayout.attend`."""
-        return _attend_to_rows(module, heads, sliding_window, **kwargs)
+        return _attend_to_rows(module, heads, window, **kwargs)
 
 
 def _heads_of(rows: Iterable[torch.Tensor]) -> Heads:
@@ -148,12 +163,28 @@ def _heads_of(rows: Iterable[torch.Tensor]) -> Heads:
 
 
 def _attend_to_rows(
-    module: nn.Module, heads: Heads, sliding_window: int | None, **kwargs: Any
+    module: nn.Module, heads: Heads, window: Window | None, **kwargs: Any
 ) -> torch.Tensor:
     """Return causal attention of right-padded rows, `[rows, seq, heads, head_size]`."""
+    width = heads.query.shape[2]
+    if window is not None and window.is_chunk and window.size < width:
+        # Chunks are rows of their own, as no token sees another chunk.
+        output = _attend_to_rows(module, _chunks_of(heads, window.size), None, **kwargs)
+        return output.reshape(heads.query.shape[0], -1, *output.shape[2:])[:, :width]
     # Padding on the right needs no mask: no token sees it, and its own output is dropped.
-    mask = causal_band(heads.query.shape[2], sliding_window, device=heads.query.device)
+    size = None if window is None else window.size
+    mask = causal_band(width, size, device=heads.query.device)
     return _attend(module, heads, mask, **kwargs)
+
+
+def _chunks_of(heads: Heads, size: int) -> Heads:
+    """Return rows of `size` tokens, `[rows * chunks, heads, size, head_size]`; the last padded."""
+
+    def divided(states: torch.Tensor) -> torch.Tensor:
+        padded = F.pad(states, (0, 0, 0, -states.shape[2] % size))
+        return padded.unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)
+
+    return Heads(*(divided(states) for states in heads))
 
 
 def _attend(
@@ -357,24 +388,37 @@ def packed_attention_forward(
             attention_mask = causal_band(query.shape[2], sliding_window, device=query.device)
         kwargs["sliding_window"] = sliding_window
         return _attend(module, Heads(query, key, value), attention_mask, **kwargs), None
-    _require_window(module, sliding_window)
-    return layout.attend(module, Heads(query, key, value), sliding_window, **kwargs), None
+    window = window_of(module, sliding_window)
+    return layout.attend(module, Heads(query, key, value), window, **kwargs), None
 
 
-def _require_window(module: nn.Module, sliding_window: int | None) -> None:
-    """Raise if a layer restricts attention by its mask alone, which packed attention ignores."""
+def window_of(module: nn.Module, sliding_window: int | None) -> Window | None:
+    """Return how far back an attention layer sees.
+
+    Args:
+        module: The layer.
+        sliding_window: What it passes on. None: a window would be in its mask, which layouts
+            replace, and is that of its config.
+
+    Raises:
+        ValueError: It restricts attention in another way by its mask alone.
+    """
+    if sliding_window is not None:
+        return Window(sliding_window)
     config = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)
     if kinds:
         kind = kinds[getattr(module, "layer_idx", 0)]
     else:
         kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-    if kind != "full_attention" and sliding_window is None:
+    size = getattr(config, WINDOWS_OF_KINDS.get(kind, ""), None)
+    if kind != "full_attention" and size is None:
         raise ValueError(
             "policy: sequence_packing, dtensor_cfg.sequence_parallel and dtensor_cfg."
             f"context_parallel_size ignore masks, and {type(module).__name__} implements its "
             f"{kind} by a mask alone: this model needs padded rows"
         )
+    return None if size is None else Window(size, is_chunk=kind == "chunked_attention")
 
 
 def layout_arguments(layout: AttentionLayout, device: torch.device) -> dict[str, object]:
@@ -414,14 +458,14 @@ class ChunkRows:
             keys=RowGroups.of(chunk.keys for chunk in chunks),
         )
 
-    def attend(self, heads: Heads, sliding_window: int | None, **kwargs: Any) -> torch.Tensor:
+    def attend(self, heads: Heads, window: Window | None, **kwargs: Any) -> torch.Tensor:
         """Return the attention of all queries, flattened: `[queries, heads, head_size]`."""
         query, key, value = (states[0].transpose(0, 1) for states in heads)
         rows = zip(
             self.queries.gather(query), self.keys.gather(key), self.keys.gather(value), strict=True
         )
         outputs = [
-            _attend_to_chunks(_heads_of(group), chunk.mask(sliding_window), **kwargs).flatten(0, 1)
+            _attend_to_chunks(_heads_of(group), _mask_of(chunk, window), **kwargs).flatten(0, 1)
             for chunk, group in zip(self.chunks, rows, strict=True)
         ]
         return torch.cat(outputs)
@@ -464,7 +508,7 @@ class ContextRows:
         return gathered.index_select(1, self.shards.gathered)
 
     def attend(
-        self, module: nn.Module, heads: Heads, sliding_window: int | None, **kwargs: Any
+        self, module: nn.Module, heads: Heads, window: Window | None, **kwargs: Any
     ) -> torch.Tensor:
         """See `AttentionLayout.attend`."""
         # Keys and values in one collective. Each rank has queries of its own, so that their
@@ -475,7 +519,7 @@ class ContextRows:
         sizes = [heads.key.shape[-1], heads.value.shape[-1]]
         keys, values = gathered.split(sizes, dim=-1)
         visible = Heads(heads.query, keys, values)
-        output = self.chunks.attend(visible, sliding_window, **kwargs)
+        output = self.chunks.attend(visible, window, **kwargs)
         return output.index_select(0, self.shards.places)[None]
 
 
@@ -492,11 +536,23 @@ class SharedRows:
         return cls(shared=shared, chunks=ChunkRows.of(shared.chunks))
 
     def attend(
-        self, module: nn.Module, heads: Heads, sliding_window: int | None, **kwargs: Any
+        self, module: nn.Module, heads: Heads, window: Window | None, **kwargs: Any
     ) -> torch.Tensor:
         """See `AttentionLayout.attend`."""
-        output = self.chunks.attend(heads, sliding_window, **kwargs)
+        output = self.chunks.attend(heads, window, **kwargs)
         return output.index_select(0, self.shared.places)[None]
+
+
+def _mask_of(chunk: ContextChunks, window: Window | None) -> torch.Tensor | None:
+    """Return which keys each query of a chunk sees, see `ContextChunks.mask`."""
+    if window is None or not window.is_chunk:
+        return chunk.mask(None if window is None else window.size)
+    key_width = chunk.keys.shape[1]
+    if window.size >= key_width:
+        return chunk.mask()
+    queries = chunk.query_positions[:, None, :, None]
+    keys = torch.arange(key_width, device=queries.device)
+    return (keys <= queries) & (keys // window.size == queries // window.size)
 
 
 def _attend_to_chunks(

@@ -34,7 +34,7 @@ from rl_dtensor_worker.layout import (
 from rl_dtensor_worker.mixing import ModelError, model_errors
 from rl_dtensor_worker.parallel import collectives
 from rl_dtensor_worker.parallel.structure import class_name
-from rl_dtensor_worker.parallel.styles import SEQUENCE_DIM
+from rl_dtensor_worker.parallel.styles import sequence_dim
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
@@ -167,7 +167,7 @@ class TokenHead:
         if tp is None or not tp.sequence_parallel:
             return hidden
         # `target_scores` all-reduces the gradient of its hidden states over the vocabulary shards.
-        return collectives.gather_for_replicated_use(hidden, tp.group, SEQUENCE_DIM)
+        return collectives.gather_for_replicated_use(hidden, tp.group, sequence_dim(hidden))
 
     def _sharding(self) -> ScoringOptions:
         """Return which part of the vocabulary this rank has."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from abc import ABC, abstractmethod
 from contextlib import contextmanager, nullcontext
@@ -29,12 +30,16 @@ from rl_dtensor_worker.mixing import (
     ModelError,
     PackedSequenceRows,
     PaddedRows,
+    Way,
     model_errors,
     run_probe,
+    short_windows,
     take_attention,
     ways_of,
 )
+from rl_dtensor_worker.parallel.sequence import shard_in_layers
 from rl_dtensor_worker.parallel.structure import class_name
+from rl_dtensor_worker.parallel.styles import SequenceScope
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
@@ -48,6 +53,8 @@ if TYPE_CHECKING:
     from rl_dtensor_worker.attention import AttentionLayout
     from rl_dtensor_worker.mixing import Sequences
     from rl_dtensor_worker.parallel.styles import TensorParallel
+
+logger = logging.getLogger(__name__)
 
 # Bounds on rounding, relative to the largest log-probability. Attention that leaks across sequences
 # changes log-probabilities by about their own magnitude.
@@ -396,7 +403,7 @@ class ParallelContext:
         # Columns that are padding in all rows are not computed.
         width = micro_batch.width or min(int(lengths.max()), input_ids.shape[1])
         layout = PaddedLayout.of(input_ids, lengths, width=width, width_multiple=multiple)
-        if shards_sequence:
+        if self._shards_whole_model:
             return layout.for_sequence_parallel(model, self.mixing)
         # Media are not padded: their tokens stand among the rows already.
         layout.arguments.update(media)
@@ -429,9 +436,10 @@ class ParallelContext:
         found = [_SHARING] if self.shares_prefixes else []
         if self.context_group is not None:
             found.append(f"dtensor_cfg.context_parallel_size={self.context_group.size()}")
-        elif self._sequence_shards > 1:
+            return found
+        if self._sequence_shards > 1:
             found.append("dtensor_cfg.sequence_parallel=True")
-        elif packed:
+        if packed:
             found.append("sequence_packing.enabled=True")
         return found
 
@@ -445,7 +453,12 @@ class ParallelContext:
     @property
     def _sequence_shards(self) -> int:
         tp = self.tensor_parallel
-        return tp.size if tp is not None and tp.sequence_parallel else 1
+        return tp.size if tp is not None and tp.shards_sequences else 1
+
+    @property
+    def _shards_whole_model(self) -> bool:
+        """Whether what a model makes for all its layers, such as masks, sees local sequences."""
+        return self.tensor_parallel is not None and self.tensor_parallel.sequence_parallel
 
 
 @torch.no_grad()
@@ -537,23 +550,69 @@ def keep_apart(
     parallel: ParallelContext,
     compute_dtype: torch.dtype,
 ) -> None:
-    """Find out which blocks have to be run on unpacked rows for `check` to pass. Collective.
+    """Find out how a model has to be run for `check` to pass. Collective.
+
+    That is where sequence parallelism shards, and which blocks are run on unpacked rows.
 
     Raises:
         ValueError: It passes in no way; what it says where the model's own blocks take the layout.
     """
     mixing, first, own = parallel.mixing, None, model.config._attn_implementation
     with parallel.unsharded_sequences():
-        take_attention(model, tolerance=TOLERANCES[compute_dtype])
+        tolerance = TOLERANCES[compute_dtype]
+        mixing.has_windows_in_masks = take_attention(model, tolerance=tolerance)
     mixing.attention = model.config._attn_implementation
-    for way in ways_of(model, parallel.unsharded_sequences):
-        mixing.choose(model, way, own)
-        try:
-            return check()
-        except ValueError as error:
-            first = first or error
+    for scope in _scopes(model, parallel.tensor_parallel, lambda: mixing.choose(model, Way(), own)):
+        for way in ways_of(model, parallel.unsharded_sequences):
+            mixing.choose(model, way, own)
+            try:
+                check()
+            except ValueError as error:
+                first = first or error
+            else:
+                return _report(model, scope, way)
     assert first is not None
     raise first
+
+
+def _scopes(
+    model: PreTrainedModel, tp: TensorParallel | None, restore: Callable[[], None]
+) -> Generator[SequenceScope, None, None]:
+    """Set one scope of sequence parallelism after the other, the one that shards most first.
+
+    Args:
+        model: The model.
+        tp: The ranks that shard each layer.
+        restore: Has the model run its blocks as they are.
+    """
+    yield SequenceScope.MODEL
+    if tp is None or not tp.shards_sequences:
+        return
+    restore()
+    longest = shard_in_layers(model, tp)
+    for tp.scope, needed in ((SequenceScope.LAYERS, 1), (SequenceScope.BETWEEN_LAYERS, 2)):
+        if longest >= needed:
+            yield tp.scope
+
+
+def _report(model: PreTrainedModel, scope: SequenceScope, way: Way) -> None:
+    """Log what a model that does not take a layout as it stands costs beside others."""
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return
+    if scope is not SequenceScope.MODEL:
+        logger.warning(
+            "policy.dtensor_cfg.sequence_parallel=True shards %s of %s, whose code needs full "
+            "sequences elsewhere: activations are full there, on each rank",
+            scope.value,
+            class_name(model),
+        )
+    if way.keeps_mask:
+        logger.warning(
+            "policy.sequence_packing.enabled=True: %s adds a bias of positions to its mask, which "
+            "takes memory for all pairs of tokens of a packed micro-batch "
+            "(policy.sequence_packing.train_mb_tokens and logprob_mb_tokens)",
+            class_name(model),
+        )
 
 
 @torch.no_grad()
@@ -594,16 +653,17 @@ def check_layout(
         assert shared is not None, "the rows have enough in common"
         shared = shared.to(device)
     rows, span = batch.to(device), (0, batch.size)
-    # The oracle: padded rows with full sequences, which every model supports.
-    with parallel.unsharded_sequences():
-        expected = score(MicroBatch(span=span, rows=rows))
-    try:
-        with model_errors(model):
-            found = score(MicroBatch(span=span, rows=rows, packed=packed, shared=shared))
-    except ModelError as error:
-        raise ValueError(
-            f"policy.{feature}: {class_name(model)} does not run so: {error}. Leave the key out"
-        ) from error
+    with short_windows(model) if parallel.mixing.has_windows_in_masks else nullcontext():
+        # The oracle: padded rows with full sequences, which every model supports.
+        with parallel.unsharded_sequences():
+            expected = score(MicroBatch(span=span, rows=rows))
+        try:
+            with model_errors(model):
+                found = score(MicroBatch(span=span, rows=rows, packed=packed, shared=shared))
+        except ModelError as error:
+            raise ValueError(
+                f"policy.{feature}: {class_name(model)} does not run so: {error}. Leave the key out"
+            ) from error
     difference = float((found - expected).abs().max() / expected.abs().max())
     # `not <=` rather than `>`, so that NaN fails.
     if not difference <= TOLERANCES[compute_dtype]:

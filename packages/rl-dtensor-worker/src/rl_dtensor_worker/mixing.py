@@ -71,6 +71,9 @@ _WITHOUT_WINDOWS = frozenset(
 )
 # Names in configs of how far back a token sees.
 _WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size")
+# Attributes of modules that say over how many positions something is the same.
+_SPANS = ("floor_scale",)
+_SHORT_WINDOW = 4
 # Relative to the largest output: what a change of one token's hidden state does to the others'.
 _MIXED = 1e-3
 
@@ -104,6 +107,11 @@ class Sequences(Protocol):
         """How many tokens this rank's hidden states have."""
         ...
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether other ranks have tokens of the same sequences."""
+        ...
+
     def split(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Return `[1, num_tokens, ...]` as groups of right-padded rows, `[rows, width, ...]`."""
         ...
@@ -126,6 +134,11 @@ class PackedSequenceRows:
         ranks = 1 if self.context is None else self.context.group.size()
         return self.rows.places.numel() // ranks
 
+    @property
+    def is_sharded(self) -> bool:
+        """See `Sequences.is_sharded`."""
+        return self.context is not None
+
     def split(self, values: torch.Tensor) -> list[torch.Tensor]:
         """See `Sequences.split`."""
         if self.context is not None:
@@ -147,6 +160,7 @@ class PaddedRows:
     """Right-padded rows, which a block around has gathered: `Sequences`."""
 
     num_tokens: int
+    is_sharded: bool = False
 
     def split(self, values: torch.Tensor) -> list[torch.Tensor]:
         """See `Sequences.split`."""
@@ -165,7 +179,11 @@ class Way:
     takes_mask: bool = False
     """Whether they need a causal mask; otherwise they are causal without one."""
     has_attention: bool = False
-    """Whether attention that could be given a layout is among them."""
+    """Whether attention that could be given a layout is among them, and is their own."""
+    takes_rows: bool = False
+    """Whether attention among them is given their rows as its layout, by which windows hold."""
+    keeps_mask: bool = False
+    """Whether they are given the model's own mask, which has a bias of positions."""
 
 
 class Mixing:
@@ -177,6 +195,8 @@ class Mixing:
         """Whether the model's attention is given the layout of the sequences."""
         self.attention: str | None = None
         """The attention that takes a layout where the model dispatches one; else its own."""
+        self.has_windows_in_masks = False
+        """Whether a layer says by its mask alone how far back a token sees."""
         self._undo: list[Callable[[], None]] = []
         self._sequences: Sequences | None = None
         self._last: Sequences | None = None
@@ -224,7 +244,7 @@ class Mixing:
         if sequences is None:
             return forward(*args, **kwargs)
         arguments = _by_name(type(module).forward, module, *args, **kwargs)
-        return _on_rows(sequences, forward, arguments, takes_mask=way.takes_mask)
+        return _on_rows(sequences, forward, arguments, way)
 
 
 def _by_name(forward: Forward, module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -237,10 +257,10 @@ def _by_name(forward: Forward, module: nn.Module, *args: Any, **kwargs: Any) -> 
     return found
 
 
-def _on_rows(
-    sequences: Sequences, forward: Forward, arguments: dict[str, Any], *, takes_mask: bool
-) -> Any:
+def _on_rows(sequences: Sequences, forward: Forward, arguments: dict[str, Any], way: Way) -> Any:
     """Call `forward` once for each group of rows, and return its results joined."""
+    if way.keeps_mask and sequences.is_sharded:
+        raise ValueError("its mask is of this rank's tokens alone")
     split = {name: _split(sequences, value) for name, value in arguments.items()}
     hidden = next((groups for groups in split.values() if groups is not None), None)
     if hidden is None:
@@ -251,26 +271,52 @@ def _on_rows(
             name: value if (groups := split[name]) is None else groups[index]
             for name, value in arguments.items()
         }
-        mask = _causal_mask(states) if takes_mask else None
-        # None of what the model has made for packed tokens fits their rows.
-        given |= {name: mask for name in given if "mask" in name}
+        mask = _causal_mask(states) if way.takes_mask else None
+        if way.takes_rows:
+            mask = attention.layout_arguments(attention.FullRows(), states.device)["attention_mask"]
+        # None of what the model has made for packed tokens fits their rows as it is.
+        masks = [name for name in given if "mask" in name]
+        given |= {n: _mask_of_rows(given[n], states) if way.keeps_mask else mask for n in masks}
         if isinstance(biases := given.get("alibi"), torch.Tensor):
             given["alibi"] = _alibi_of_rows(biases, states)
         outputs.append(forward(**given))
     return _join(sequences, outputs, hidden)
 
 
+def _mask_of_rows(mask: Any, states: torch.Tensor) -> Any:
+    """Return the mask of rows `[rows, width, hidden]` from that of all packed tokens as one row.
+
+    That of the first `width` tokens: a model that does not know of the sequences has counted the
+    positions from the start of the row, as in each row by itself.
+
+    Raises:
+        ValueError: It is no such mask.
+    """
+    if not isinstance(mask, torch.Tensor):
+        return mask
+    width = states.shape[1]
+    is_square = mask.ndim == 4 and mask.shape[-1] == mask.shape[-2] >= width
+    # No token sees a later one. With sequences or a window the last does not see the first either.
+    hides = is_square and mask.shape[-1] > 1 and bool((mask[..., -1, 0] == mask[..., 0, -1]).any())
+    if not is_square or hides:
+        raise ValueError(f"its mask {tuple(mask.shape)} is not that of one causal row")
+    return mask[..., :width, :width]
+
+
 def _alibi_of_rows(biases: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
     """Return the position biases of rows `[rows, width, hidden]`, `[rows * heads, 1, width]`.
 
+    Or `[rows, heads, 1, width]`, if they are given so.
+
     Args:
-        biases: Those of one row, `[heads, 1, seq]`: linear in the position (arXiv:2108.12409).
+        biases: Those of one row, `[heads, 1, seq]` or `[1, heads, 1, seq]`: linear in the position
+            (arXiv:2108.12409).
         states: The rows' hidden states.
     """
     rows, width = states.shape[:2]
     slopes = biases[..., 1:2] - biases[..., :1]
     positions = torch.arange(width, device=biases.device, dtype=biases.dtype)
-    return (slopes * positions).repeat(rows, 1, 1)
+    return (slopes * positions).repeat(rows, *[1] * (biases.ndim - 1))
 
 
 def _split(sequences: Sequences, value: Any) -> list[Any] | None:
@@ -356,17 +402,21 @@ def ways_of(
     has_windows = _has_windows(model)
     if beside and not (has_windows and any(beside.values())):
         yield Way(names=tuple(beside))
-    if has_windows:
+    every = tuple(mixing_blocks(without_attention=False))
+    if has_windows and every and model.config._attn_implementation == attention.NAME:
+        yield Way(names=every, takes_rows=True)
+    if has_windows or not every:
         return
-    if every := tuple(mixing_blocks(without_attention=False)):
-        for takes_mask in (False, True):
-            yield Way(names=every, takes_mask=takes_mask, has_attention=True)
+    for takes_mask in (False, True):
+        yield Way(names=every, takes_mask=takes_mask, has_attention=True)
+    yield Way(names=every, has_attention=True, keeps_mask=True)
 
 
-def take_attention(model: PreTrainedModel, *, tolerance: float) -> None:
+def take_attention(model: PreTrainedModel, *, tolerance: float) -> bool:
     """Switch a model to this package's attention if it dispatches its own, and computes the same.
 
-    A model that an option has given another attention keeps that.
+    A model that an option has given another attention keeps that. Return whether a layer says by
+    its mask alone how far back a token sees.
 
     Args:
         model: The model, in eval mode.
@@ -377,12 +427,13 @@ def take_attention(model: PreTrainedModel, *, tolerance: float) -> None:
     # Without support of `sdpa` it computes what that does not, of which sinks are known here.
     is_default = own == "sdpa" or (own == "eager" and not model._supports_sdpa)
     if not is_default:
-        return
-    expected, calls = run_probe(model), list[bool]()
+        return False
+    expected, calls, by_mask = run_probe(model), list[bool](), list[bool]()
 
     def record(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
         tensors = {name for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
         calls.append(own == "sdpa" or tensors <= _KNOWN_TENSORS)
+        by_mask.append(kwargs.get("sliding_window") is None and _has_window(args[0]))
         return attention.packed_attention_forward(*args, **kwargs)
 
     attention.register_attention()
@@ -395,6 +446,34 @@ def take_attention(model: PreTrainedModel, *, tolerance: float) -> None:
     # `not <=` rather than `>`, so that NaN fails.
     if not (calls and all(calls) and difference <= tolerance):
         config._attn_implementation = own
+    return any(by_mask)
+
+
+def _has_window(module: nn.Module) -> bool:
+    """Return whether the config of an attention layer says how far back a token sees."""
+    with suppress(ValueError, TypeError):
+        return attention.window_of(module, None) is not None
+    return False
+
+
+@contextmanager
+def short_windows(model: PreTrainedModel) -> Generator[None, None, None]:
+    """Let a model see a few tokens back inside, so that a probe of few tokens shows how far.
+
+    For one whose masks alone say it, and are made anew in each forward.
+    """
+    text = model.config.get_text_config()
+    named = [(text, name) for name in attention.WINDOWS_OF_KINDS.values()]
+    named += [(module, name) for module in model.modules() for name in _SPANS]
+    found = [(each, name, getattr(each, name, None)) for each, name in named]
+    changed = [(each, name, size) for each, name, size in found if isinstance(size, (int, float))]
+    for each, name, size in changed:
+        setattr(each, name, min(size, _SHORT_WINDOW))
+    try:
+        yield
+    finally:
+        for each, name, size in changed:
+            setattr(each, name, size)
 
 
 def _mixing_blocks(model: PreTrainedModel, *, without_attention: bool) -> dict[str, bool]:
@@ -428,8 +507,8 @@ def _mixing_blocks(model: PreTrainedModel, *, without_attention: bool) -> dict[s
             return forward(*args, **kwargs)
         left_out.clear()
         changed_args, changed_kwargs = _with_other_token(hidden, args, kwargs)
-        output = _first_tensor(forward(*args, **kwargs))
-        changed = _first_tensor(forward(*changed_args, **changed_kwargs))
+        output = _rows_of(forward(*args, **kwargs), hidden)
+        changed = _rows_of(forward(*changed_args, **changed_kwargs), hidden)
         difference = (changed - output)[:, 1:].abs().max()
         if bool(difference > _MIXED * (changed - output).abs().max()):
             found[name] = bool(left_out)
@@ -484,8 +563,11 @@ def _with_other_token(
     return tuple(other(each) for each in args), {n: other(each) for n, each in kwargs.items()}
 
 
-def _first_tensor(output: Any) -> torch.Tensor:
-    return output if isinstance(output, torch.Tensor) else output[0]
+def _rows_of(output: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """Return a block's first result as rows, which mixtures of experts may have flattened."""
+    first = output if isinstance(output, torch.Tensor) else output[0]
+    is_flat = first.ndim == 2 and first.shape[0] == hidden.shape[:2].numel()
+    return first.unflatten(0, hidden.shape[:2]) if is_flat else first
 
 
 def _has_windows(model: PreTrainedModel) -> bool:

@@ -20,7 +20,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from transformers import PreTrainedModel
 
@@ -69,13 +69,24 @@ def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def blocks_of(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the parts of each decoder layer that have parameters, by name."""
+    """Return the parts of each decoder layer that have parameters, by name.
+
+    Those of a module list one by one: a layer may have several attentions.
+    """
     return {
         f"{name}.{inner}": block
         for name, layer in decoder_layers(model).items()
-        for inner, block in layer.named_children()
+        for inner, block in _parts_of(layer)
         if next(block.parameters(), None) is not None
     }
+
+
+def _parts_of(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in layer.named_children():
+        if isinstance(child, nn.ModuleList):
+            yield from ((f"{name}.{inner}", each) for inner, each in child.named_children())
+        else:
+            yield name, child
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -18,6 +18,7 @@ both cases the gradient of the replicated factor is partial on each rank.
 from __future__ import annotations
 
 from contextlib import contextmanager
+from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +44,21 @@ if TYPE_CHECKING:
 
     Forward = Callable[..., Tensor]
 
-SEQUENCE_DIM = -2
-"""Sequence dim of activations: of `[batch, seq, hidden]` and of packed `[tokens, hidden]`."""
+
+def sequence_dim(values: Tensor) -> int:
+    """Return the sequence dim of activations `[batch, seq, ..., hidden]` or `[tokens, hidden]`."""
+    return 1 if values.ndim > 2 else 0
+
+
+class SequenceScope(Enum):
+    """Where sequence parallelism shards activations along the sequence, see `sequence`."""
+
+    MODEL = "the whole model"
+    """From the embedding to the output layer, but not inside of blocks."""
+    LAYERS = "the decoder layers"
+    """The same, but full before the first decoder layer and after the last one."""
+    BETWEEN_LAYERS = "what activation_checkpointing keeps between the decoder layers"
+    """From each decoder layer to the next one; full inside of layers too."""
 
 
 class TensorParallel:
@@ -60,7 +74,9 @@ class TensorParallel:
         self.group = mesh.get_group()
         self.rank = mesh.get_local_rank()
         self.size = mesh.size()
-        self.sequence_parallel = sequence_parallel
+        self.scope = SequenceScope.MODEL
+        self._shards_sequences = sequence_parallel
+        self._is_in_layer = False
         # The last input of `gather_input` and its gather, for the layers that take the same input.
         self._last_gather: tuple[Tensor, Tensor] | None = None
         self._input_is_gathered = False
@@ -74,11 +90,31 @@ class TensorParallel:
         For forwards without gradients, whose sequences may be of any length: sequence parallelism
         needs lengths that the group divides.
         """
-        before, self.sequence_parallel = self.sequence_parallel, False
+        before, self._shards_sequences = self._shards_sequences, False
         try:
             yield
         finally:
-            self.sequence_parallel = before
+            self._shards_sequences = before
+
+    @contextmanager
+    def in_layer(self) -> Generator[None, None, None]:
+        """Shard sequences inside, where the scope leaves them full outside of layers."""
+        before, self._is_in_layer = self._is_in_layer, True
+        try:
+            yield
+        finally:
+            self._is_in_layer = before
+
+    @property
+    def shards_sequences(self) -> bool:
+        """Whether activations are sharded along the sequence somewhere in a forward."""
+        return self._shards_sequences
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether activations are sharded along the sequence here, outside of blocks."""
+        is_in_scope = self.scope is SequenceScope.MODEL or self._is_in_layer
+        return self._shards_sequences and is_in_scope
 
     def gather_input(self, values: Tensor) -> Tensor:
         """Return the full `values`, for a layer whose parameters are sharded.
@@ -101,7 +137,7 @@ class TensorParallel:
         # Either way each rank uses its own shard of the weights, so that gradients of the input are
         # partial: both conjugates sum them.
         if self.sequence_parallel:
-            return collectives.gather_for_sharded_use(values, self.group, SEQUENCE_DIM)
+            return collectives.gather_for_sharded_use(values, self.group, sequence_dim(values))
         return collectives.copy_to_group(values, self.group)
 
     @contextmanager
@@ -130,7 +166,7 @@ class TensorParallel:
         # The next layer's input is another tensor; holding this one would only keep memory.
         self.forget_input()
         if self.sequence_parallel:
-            return collectives.reduce_scatter_to_group(values, self.group, SEQUENCE_DIM)
+            return collectives.reduce_scatter_to_group(values, self.group, sequence_dim(values))
         return collectives.reduce_from_group(values, self.group)
 
     def vocabulary_range(self, size: int) -> tuple[int, int]:
@@ -283,25 +319,25 @@ class Block(Style):
             return forward(*args, **kwargs)
         hidden = kwargs.get("hidden_states", args[0] if args else None)
         assert isinstance(hidden, Tensor), f"{type(module).__name__} takes no hidden states"
-        local, full = hidden.shape[SEQUENCE_DIM], hidden.shape[SEQUENCE_DIM] * self.tp.size
-
-        def gathered(value: Any) -> Any:
-            if not _is_sequence(value, local):
-                return value
-            return collectives.gather_for_replicated_use(value, self.tp.group, SEQUENCE_DIM)
-
-        def chunk(value: Any) -> Any:
-            if isinstance(value, tuple):
-                return tuple(chunk(each) for each in value)
-            if not _is_sequence(value, full):
-                return value
-            return collectives.scatter_to_group(value, self.tp.group, SEQUENCE_DIM)
-
-        given = [gathered(each) for each in args]
-        named = {name: gathered(each) for name, each in kwargs.items()}
+        args, kwargs = gather_sequences((args, kwargs), self.tp, local=hidden.shape)
         # Every rank computes the same inside, so that gradients are full and none is summed.
         with self.tp.unsharded_sequences():
-            return chunk(forward(*given, **named))
+            output = forward(*args, **kwargs)
+        local = scatter_sequences(output, self.tp, local=hidden.shape)
+        return self._sum_returned_parameters(module, local)
+
+    def _sum_returned_parameters(self, module: nn.Module, output: Any) -> Any:
+        """Return a result in which the gradients of the module's own parameters are summed.
+
+        A bias that its caller adds meets local sequences there.
+        """
+        own = {id(parameter) for parameter in module._parameters.values()}
+        if type(output) is not tuple:
+            return output
+        return tuple(
+            collectives.copy_to_group(each, self.tp.group) if id(each) in own else each
+            for each in output
+        )
 
     def gradient(self, placement: Placement) -> Placement:
         """Return the same: every rank has seen all tokens."""
@@ -327,9 +363,53 @@ class Block(Style):
                 each._parameters[name] = parameter
 
 
-def _is_sequence(value: object, length: int) -> bool:
-    """Return whether a value has hidden states of so many tokens."""
-    return isinstance(value, Tensor) and value.ndim > 2 and value.shape[SEQUENCE_DIM] == length
+def gather_sequences(values: Any, tp: TensorParallel, *, local: torch.Size) -> Any:
+    """Return arguments or results of a module with full sequences in place of local ones.
+
+    Every rank must go on to compute the same from them.
+
+    Args:
+        values: A tensor, or a tuple, list or dict of values; others are returned as they are.
+        tp: The ranks that shard sequences.
+        local: The shape of the module's local hidden states, `[batch, local seq, ..., hidden]`.
+    """
+    return _map_sequences(values, local, partial(_gather_sequence, tp))
+
+
+def scatter_sequences(values: Any, tp: TensorParallel, *, local: torch.Size) -> Any:
+    """Return the same with local sequences in place of full ones."""
+    full = torch.Size((local[0], local[1] * tp.size, *local[2:]))
+    return _map_sequences(values, full, partial(_scatter_sequence, tp))
+
+
+def _gather_sequence(tp: TensorParallel, values: Tensor) -> Tensor:
+    return collectives.gather_for_replicated_use(values, tp.group, sequence_dim(values))
+
+
+def _scatter_sequence(tp: TensorParallel, values: Tensor) -> Tensor:
+    return collectives.scatter_to_group(values, tp.group, sequence_dim(values))
+
+
+def _map_sequences(values: Any, hidden: torch.Size, function: Callable[[Tensor], Tensor]) -> Any:
+    # Exact types: a named result of a model is none of these.
+    if type(values) in (tuple, list):
+        return type(values)(_map_sequences(each, hidden, function) for each in values)
+    if type(values) is dict:
+        return {name: _map_sequences(each, hidden, function) for name, each in values.items()}
+    return function(values) if _has_tokens_of(values, hidden) else values
+
+
+def _has_tokens_of(value: object, hidden: torch.Size) -> bool:
+    """Return whether a value has an entry for each token of hidden states of a shape.
+
+    Masks and biases of pairs of tokens and of heads have more dims, another batch or no floats.
+    """
+    return (
+        isinstance(value, Tensor)
+        and value.is_floating_point()
+        and 2 < value.ndim <= len(hidden)
+        and value.shape[:2] == hidden[:2]
+    )
 
 
 class Positions(Style):
@@ -340,7 +420,7 @@ class Positions(Style):
         output = forward(*args, **kwargs)
         if not self.tp.sequence_parallel:
             return output
-        return collectives.scatter_to_group(output, self.tp.group, SEQUENCE_DIM)
+        return _scatter_sequence(self.tp, output)
 
     def gradient(self, placement: Placement) -> Placement:
         """Return the same: the backward pass gathers the gradient of all tokens."""
@@ -371,7 +451,7 @@ class GatheredColumn(Column):
         if not is_alone:
             return gathered
         # No surrounding block has gathered the sequences, and none takes its chunk of them.
-        return collectives.scatter_to_group(gathered, self.tp.group, SEQUENCE_DIM)
+        return _scatter_sequence(self.tp, gathered)
 
 
 class GatheredConv1D(GatheredColumn):
@@ -480,7 +560,7 @@ class Experts(Style):
         hidden, chosen, weights = args
         if self.tp.sequence_parallel:
             # Indices have no gradient, and need no conjugate.
-            chosen = collectives.all_gather_dim(chosen, self.tp.group, SEQUENCE_DIM)
+            chosen = collectives.all_gather_dim(chosen, self.tp.group, sequence_dim(chosen))
         num_local: int = module.num_experts  # type: ignore[assignment]
         # Another rank's expert gets the index that the module skips: its output is added there.
         local = chosen - self.tp.rank * num_local
