@@ -20,6 +20,8 @@ from rl_interfaces.backend.components import (
 from rl_interfaces.backend.engine import OptimizerStep
 from rl_interfaces.backend.host_memory import OffloadBuffers
 
+from rl_megatron_worker.compat.versions import balancing_loss_factor, gradients_in_norm
+
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence
 
@@ -181,7 +183,7 @@ class Trainer:
         gradients: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
         for part in self.optimizer.chained_optimizers:
             group = part.get_grad_stats_parallel_group()
-            gradients.setdefault(group, []).extend(part.get_main_grads_for_grad_norm())
+            gradients.setdefault(group, []).extend(gradients_in_norm(part))
         squares: list[torch.Tensor] = []
         for group, those in gradients.items():
             # A rank may have none that count: tensor-parallel duplicates count on one rank only.

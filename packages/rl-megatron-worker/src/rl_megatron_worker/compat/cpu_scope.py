@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 _CPU = torch.device("cpu")
-_FIRST_VERSION, _END_VERSION = (0, 16, 1), (0, 17, 0)
+_FIRST_VERSION, _END_VERSION = (0, 16, 1), (0, 20, 0)
 
 
 class _CudaMeansCpu(TorchFunctionMode):

@@ -97,6 +97,7 @@ class GroupStepAdam(Optimizer):
         eps: Added to the denominator.
         weight_decay: Weight decay.
         adam_w_mode: Whether weight decay is decoupled, as in AdamW.
+        capturable: False, as Megatron-core 0.19 passes it: steps are not for CUDA graphs.
     """
 
     def __init__(
@@ -107,7 +108,9 @@ class GroupStepAdam(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
+        capturable: bool = False,
     ) -> None:
+        assert not capturable
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults)
         self._decoupled = adam_w_mode

@@ -42,6 +42,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import nn
 
 from rl_megatron_worker.attention import PackedAttention
+from rl_megatron_worker.compat.versions import experts_spec
 from rl_megatron_worker.model.config import padded_vocab_size, uses_transformer_engine
 from rl_megatron_worker.model.experts import (
     ExpertOutput,
@@ -52,7 +53,8 @@ from rl_megatron_worker.model.experts import (
 from rl_megatron_worker.model.latent_attention import LatentAttention
 from rl_megatron_worker.model.layers import (
     GatedAttention,
-    NormOfAllHeads,
+    NormOfAllKeys,
+    NormOfAllQueries,
     NormThenAdd,
     RMSNorm,
     WindowRotaryAttention,
@@ -285,12 +287,11 @@ class _LocalModules(LocalSpecProvider):
         return PackedAttention
 
     def grouped_mlp_modules(
-        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
-    ) -> tuple[type, MLPSubmodules | None]:
+        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool = False
+    ) -> Any:
         """Return the experts' module and their layers."""
-        return GroupedExperts, MLPSubmodules(
-            linear_fc1=self.column_parallel_linear(), linear_fc2=ExpertOutput
-        )
+        layers = MLPSubmodules(linear_fc1=self.column_parallel_linear(), linear_fc2=ExpertOutput)
+        return experts_spec(GroupedExperts, layers)
 
 
 def _layer_spec(config: DecoderConfig, *, num_experts: int | None, is_linear: bool) -> ModuleSpec:
@@ -334,16 +335,13 @@ def _attention_spec(config: DecoderConfig, modules: _LocalModules) -> ModuleSpec
             linear_kv_up_proj=linear,
             core_attention=modules.core_attention(),
             linear_proj=modules.row_parallel_linear(),
-            q_layernorm=modules.layer_norm(),
+            q_layernorm=IdentityOp if config.q_lora_rank is None else modules.layer_norm(),
             kv_layernorm=modules.layer_norm(),
         )
         return ModuleSpec(module=LatentAttention, params=causal, submodules=latent)
     query_norm = key_norm = modules.layer_norm(for_qk=True) if config.qk_layernorm else IdentityOp
     if config.norm_of_all_heads:
-        query_norm, key_norm = (
-            ModuleSpec(module=NormOfAllHeads, params={"num_heads": num_heads})
-            for num_heads in (config.num_attention_heads, config.num_query_groups)
-        )
+        query_norm, key_norm = NormOfAllQueries, NormOfAllKeys
     attention = SelfAttentionSubmodules(
         linear_qkv=linear,
         core_attention=modules.core_attention(),

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import nn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch.distributed as dist
     from megatron.core.transformer.moe.router import TopKRouter
-    from torch import nn
 
     from rl_megatron_worker.model.config import DecoderConfig
 
@@ -133,7 +133,7 @@ class GroupedExperts(SequentialMLP):
         return [getattr(expert, projection).weight for expert in self.local_experts]
 
 
-class _GroupedLinear:
+class _GroupedLinear(nn.Module):
     """Calls the linear layers of all experts, each with its own tokens."""
 
     def __init__(
@@ -143,11 +143,13 @@ class _GroupedLinear:
         *,
         biases: Sequence[torch.Tensor | None] = (None,),
     ) -> None:
+        super().__init__()
         self._weights = weights
         self._ends = ends
         self._biases = [bias for bias in biases if bias is not None]
 
-    def __call__(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the outputs of the tokens, `[tokens, size]`, and their biases."""
         output = cast("torch.Tensor", _GroupedProduct.apply(tokens, self._ends, *self._weights))
         if not self._biases:
             return output, None

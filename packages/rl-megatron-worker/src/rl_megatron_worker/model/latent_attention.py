@@ -36,6 +36,18 @@ class LatentAttention(MLASelfAttention):
             config, config.kv_lora_rank, shared_size=config.qk_pos_emb_head_dim
         )
 
+    def _run_core_attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **arguments: Any,
+    ) -> torch.Tensor:
+        # Megatron-core 0.19 pads values to the size of keys here, and trims the output as if heads
+        # were a dimension of it; ours takes values of any size.
+        return self.core_attention(query, key, value, attention_mask, **arguments)
+
 
 class _LatentProjection(nn.Module):
     """Projects tokens to latent vectors, on every tensor-parallel rank with the same weight.

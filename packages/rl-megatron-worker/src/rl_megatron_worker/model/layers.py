@@ -88,7 +88,7 @@ class NormThenAdd(RMSNorm):
         return add
 
 
-class NormOfAllHeads(nn.Module):
+class _NormOfAllHeads(nn.Module):
     """RMSNorm of the queries, or keys, of all heads together, which are sharded over ranks.
 
     Args:
@@ -130,6 +130,21 @@ class NormOfAllHeads(nn.Module):
         """Return the weight for a checkpoint, sharded by heads."""
         group = cast("dist.ProcessGroup", parallel_state.get_tensor_model_parallel_group())
         return sharded_weight(self, prefix, sharded_offsets, metadata, tp_group=group)
+
+
+class NormOfAllQueries(_NormOfAllHeads):
+    """RMSNorm of the queries of all heads together; arguments as Megatron-core passes them."""
+
+    def __init__(self, config: DecoderConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(config, hidden_size, eps, num_heads=config.num_attention_heads)
+
+
+class NormOfAllKeys(_NormOfAllHeads):
+    """RMSNorm of the keys of all heads together; arguments as Megatron-core passes them."""
+
+    def __init__(self, config: DecoderConfig, hidden_size: int, eps: float) -> None:
+        assert config.num_query_groups is not None
+        super().__init__(config, hidden_size, eps, num_heads=config.num_query_groups)
 
 
 def sharded_weight(
