@@ -156,7 +156,9 @@ def test_backward_passes_are_inside_too(runtime):
     assert values.grad == 2
 
 
-@pytest.mark.parametrize("version", [(0, 15, 9), (0, 16, 0), (0, 20, 0), (1, 0, 0)])
+@pytest.mark.parametrize(
+    "version", [(0, 15, 9), (0, 16, 0), (0, 17, 1), (0, 18, 2), (0, 19, 0), (0, 20, 0), (1, 0, 0)]
+)
 def test_a_megatron_core_of_another_version_is_refused(version):
     numbers = ".".join(map(str, version))
     with pytest.raises(RuntimeError, match=rf"megatron-core {numbers} .* megatron-core>=0.16.1,<0"):

@@ -66,7 +66,9 @@ class Trainer:
         self._frees_memory = frees_memory
         self._config = config
         self._balancing = cast("float", config.moe_aux_loss_coeff)
-        self._num_sharing = config.tensor_model_parallel_size * config.context_parallel_size
+        self._num_sharing = balancing_loss_factor(
+            config.tensor_model_parallel_size * config.context_parallel_size
+        )
         self._max_norm = optimizer.max_grad_norm
         with runtime.scope():
             self.optimizer = cast(
@@ -100,7 +102,8 @@ class Trainer:
             num_tokens: Of all micro-batches on all ranks. Megatron-core multiplies the
                 load-balancing loss by the local tokens of each micro-batch and expects a later
                 division by the global count, which our losses have had already. Under tensor or
-                context parallelism each rank counts its shard of the tokens only.
+                context parallelism each rank counts its shard of the tokens only, which later
+                versions make up for.
         """
         weight = self._balancing * self._num_sharing
         self._config.moe_aux_loss_coeff = weight / max(num_tokens, 1)

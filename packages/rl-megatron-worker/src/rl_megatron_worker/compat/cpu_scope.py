@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 _CPU = torch.device("cpu")
-_FIRST_VERSION, _END_VERSION = (0, 16, 1), (0, 20, 0)
+# The first version of each range that is supported, and the first after it.
+_VERSIONS = [((0, 16, 1), (0, 17, 0)), ((0, 19, 2), (0, 20, 0))]
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -232,13 +233,12 @@ def cpu_scope() -> Generator[None, None, None]:
 @functools.cache
 def check_megatron_is_known(version: tuple[int, int, int]) -> None:
     """Raise `RuntimeError` if the version is not supported, or lacks an attribute to patch."""
-    numbers, first, end = (
-        ".".join(map(str, each)) for each in (version, _FIRST_VERSION, _END_VERSION)
-    )
-    if not _FIRST_VERSION <= version < _END_VERSION:
+    numbers = _dotted(version)
+    if not any(first <= version < end for first, end in _VERSIONS):
+        ranges = [f">={_dotted(first)},<{_dotted(end)}" for first, end in _VERSIONS]
         raise RuntimeError(
             f"megatron-core {numbers} is not one that can be run on the CPU: "
-            f"install megatron-core>={first},<{end}"
+            f"install megatron-core{' or '.join(ranges)}"
         )
     missing = [f"{owner.__name__}.{name}" for owner, name, _ in _PATCHES if name not in vars(owner)]
     if missing:
@@ -246,6 +246,10 @@ def check_megatron_is_known(version: tuple[int, int, int]) -> None:
             f"megatron-core {numbers} with torch {torch.__version__} cannot be run on the CPU: "
             f"{', '.join(missing)} not found"
         )
+
+
+def _dotted(version: tuple[int, int, int]) -> str:
+    return ".".join(map(str, version))
 
 
 def _is_cuda(device: object) -> bool:

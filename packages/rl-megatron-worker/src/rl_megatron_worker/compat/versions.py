@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,10 +11,13 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer.moe.router import TopKRouter
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     import torch
     from megatron.core.optimizer.optimizer import MegatronOptimizer
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 # Up to 0.16 a backend names the class of the experts and their layers; later it builds the experts.
 _builds_experts = (
@@ -50,3 +54,19 @@ def gradients_in_norm(optimizer: MegatronOptimizer) -> list[torch.Tensor]:
     if hasattr(optimizer, "get_grads_for_grad_norm"):
         return cast("Any", optimizer).get_grads_for_grad_norm()
     return optimizer.get_main_grads_for_grad_norm()
+
+
+@contextmanager
+def query_norms_allowed(config: TransformerConfig) -> Generator[None, None, None]:
+    """Let attention be built with norms of queries and keys, whatever `qk_layernorm` is.
+
+    Megatron-core 0.19 refuses them without it. Beyond the construction it would sum their gradients
+    over tensor-parallel ranks, as those of norms of each head, which latent attention's and those
+    of all heads are not.
+    """
+    given = config.qk_layernorm
+    config.qk_layernorm = True
+    try:
+        yield
+    finally:
+        config.qk_layernorm = given

@@ -7,6 +7,7 @@ replaced, under its own name and with its own parameter, by one that returns its
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -42,7 +43,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import nn
 
 from rl_megatron_worker.attention import PackedAttention
-from rl_megatron_worker.compat.versions import experts_spec
+from rl_megatron_worker.compat.versions import experts_spec, query_norms_allowed
 from rl_megatron_worker.model.config import padded_vocab_size, uses_transformer_engine
 from rl_megatron_worker.model.experts import (
     ExpertOutput,
@@ -137,21 +138,24 @@ def _build_chunk(
     is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
     is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
     engine = uses_transformer_engine(runtime, config)
-    model = GPTModel(
-        config=config,
-        # Annotated as a layer's spec and an int; Megatron-core takes a block's spec and a float.
-        transformer_layer_spec=_block_spec(config, vp_stage, transformer_engine=engine),  # type: ignore[arg-type]
-        vocab_size=padded_vocab_size(architecture, layout),
-        max_sequence_length=architecture.max_sequence_length,
-        pre_process=is_first,
-        post_process=is_last,
-        parallel_output=True,
-        share_embeddings_and_output_weights=architecture.tied_embeddings,
-        position_embedding_type="rope",
-        rotary_base=architecture.rotary_base,  # type: ignore[arg-type]
-        vp_stage=vp_stage,
-        **architecture.rotary_scaling,
-    )
+    spec = _block_spec(config, vp_stage, transformer_engine=engine)
+    has_own_norms = config.multi_latent_attention or config.norm_of_all_heads
+    with query_norms_allowed(config) if has_own_norms else nullcontext():
+        model = GPTModel(
+            config=config,
+            # Annotated as a layer's spec and an int; it takes a block's spec and a float.
+            transformer_layer_spec=spec,  # type: ignore[arg-type]
+            vocab_size=padded_vocab_size(architecture, layout),
+            max_sequence_length=architecture.max_sequence_length,
+            pre_process=is_first,
+            post_process=is_last,
+            parallel_output=True,
+            share_embeddings_and_output_weights=architecture.tied_embeddings,
+            position_embedding_type="rope",
+            rotary_base=architecture.rotary_base,  # type: ignore[arg-type]
+            vp_stage=vp_stage,
+            **architecture.rotary_scaling,
+        )
     if config.rotary_frequencies is not None:
         frequencies = torch.tensor(config.rotary_frequencies, device=runtime.device)
         model.rotary_pos_emb.inv_freq = frequencies

@@ -87,9 +87,6 @@ class DecoderConfig(MLATransformerConfig):
 
     def __post_init__(self) -> None:
         """Complete the fields, and check them as Megatron-core does."""
-        # Of local layers: Megatron-core 0.19 refuses norms of queries and keys without it.
-        if self.norm_of_all_heads or self.multi_latent_attention:
-            self.qk_layernorm = True
         # Megatron-core refuses biases of experts with expert-tensor parallelism, which
         # `ExpertOutput` adds once, and gates with latent attention, which no model has.
         allowed = {
