@@ -403,7 +403,9 @@ def _chapter(dependency: str, lines: Sequence[Line]) -> list[str]:
 
 
 def _range(dependency: str) -> str:
-    parts = sorted(declared_range(dependency), key=lambda part: Version(part.version))
+    parts = sorted(
+        declared_range(dependency), key=lambda part: Version(part.version.removesuffix(".*"))
+    )
     return f"`{','.join(map(str, parts))}`"
 
 
