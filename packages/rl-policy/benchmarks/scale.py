@@ -71,9 +71,8 @@ class OneProcessGroup(RayWorkerGroup):
     """Many ranks that are one process: the only one of `group`, whose calls are this group's."""
 
     def __init__(self, group: RayWorkerGroup, ranks: int) -> None:
-        self.name = group.name
+        vars(self).update(vars(group))
         self.sharding = NamedSharding(np.arange(ranks), ["data_parallel"])
-        self._failure = None
         self._hosts = group._hosts * ranks
         self._place(group._nodes * ranks)
 
