@@ -106,7 +106,7 @@ WITH_VLLM = ROOT / ".nox" / f"with-vllm-{sys.version_info.major}.{sys.version_in
 FAST = f"not slow and {NO_DEVICE}"
 FAST_WITH_ENGINES = "vllm and not (slow or gpu)"
 # Of the fast tests a sample shows that an installation has what they need.
-AFTER_FAST = ("--sample-fast", "--durations=10")
+AFTER_FAST = ("--sample-fast", "--durations=30")
 # No test may fetch a model or report usage, whatever the machine could reach. Tests start processes
 # by the hundred, each of which would compile all that it imports if none were to keep the bytecode.
 ENVIRONMENT = {

@@ -52,6 +52,7 @@ def greedy_completions(model):
     return texts
 
 
+@pytest.mark.slow
 def test_a_model_is_measured_on_all_problems_of_a_file(run, tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROBLEMS))
     settings = ["data.path=rows.jsonl", "policy.generation.max_new_tokens=2", ONE_RANK]
@@ -93,6 +94,7 @@ def test_pass_at_k_is_over_all_samples_of_a_problem(run, tmp_path):
         assert measured(tmp_path / "m")[0][f"pass@{k}"] == pytest.approx(sum(rates) / len(rates))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_becomes_a_model(run, tmp_path):
     assert merge(run, tmp_path / "newest") == f"step 4 of {run}"
     assert filecmp.cmp(
@@ -112,6 +114,7 @@ def test_an_earlier_checkpoint_becomes_a_model(run, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "earlier")
 
 
+@pytest.mark.slow
 def test_what_merge_lacks_is_named(run, tmp_path):
     (tmp_path / "there").mkdir()
     for arguments, message in [

@@ -62,6 +62,7 @@ def test_what_is_no_score_of_a_pair_is_refused(scores, mask, message):
         scored(scores, mask)
 
 
+@pytest.mark.slow
 def test_a_language_model_becomes_a_reward_model_that_transformers_loads(shared_ray, tmp_path):
     trainer = RewardTrainer(config=SETTINGS, out=tmp_path / "run", progress=False)
     trainer.train()

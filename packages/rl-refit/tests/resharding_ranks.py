@@ -7,7 +7,16 @@ import traceback
 import torch
 import torch.distributed as dist
 import torch.utils._python_dispatch as dispatch
-from rl_refit.resharding import Box, Exchange, Shard, Want, local_shards
+from rl_refit import RefitError, RefitReceiver
+from rl_refit.resharding import (
+    Box,
+    Exchange,
+    ReshardSender,
+    Shard,
+    SliceReceiver,
+    Want,
+    local_shards,
+)
 from source_ranks import Block
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -189,12 +198,58 @@ def versions(rank, case):
 def die(rank, case):
     """Refit while the victim ends in the midst of it, or falls silent."""
     held, mine = ends(rank, case)
+    dist.barrier()  # the limit is for the exchange alone, and trainers take longer to get here
     one = Exchange(held, mine, round_bytes=ROUND_BYTES, timeout_s=case["limit_s"])
     if rank == case["victim"]:
         if case["how"] == "silent":
             time.sleep(3 * case["limit_s"])
         os._exit(1 if case["how"] == "exit" else 0)
     return failing(one)
+
+
+def follow(rank, case):
+    """Refit an engine from two trainers, which first wait in vain for it."""
+    trainers = dist.new_group([0, 1])
+    seen = {"sent": []}
+    full = build().state_dict()
+    if rank == 2:
+        address = [None]
+        dist.broadcast_object_list(address, src=0)
+        with RefitReceiver(address[0], timeout_s=LIMIT_S) as receiver, SliceReceiver(0) as slices:
+            mine = wants(0, 1, torch.bfloat16)
+            for version in (1, 2):
+                receiver.begin(version)
+                receiver.receive(version, lambda each, v=version: slices.receive(each, v, mine))
+                dist.barrier()
+                assert receiver.require_ready() == version
+                assert all(
+                    torch.equal(want.data, want.box.view_of(full[want.name]).to(want.data.dtype))
+                    for want in mine
+                )
+                seen["sent"].append(version)
+        return seen
+    mesh = DeviceMesh.from_group(trainers, "cpu")
+    model = build()
+    fully_shard(model, mesh=mesh)
+
+    def shards():
+        return local_shards(model.state_dict())
+
+    with ReshardSender(shards, num_receivers=1, trainers=trainers, timeout_s=3) as sender:
+        start = time.monotonic()
+        try:
+            sender.send(1)
+        except RefitError as error:
+            seen["alone"] = str(error)
+        seen["seconds"] = time.monotonic() - start
+    with ReshardSender(shards, num_receivers=1, trainers=trainers, timeout_s=LIMIT_S) as sender:
+        dist.broadcast_object_list([sender.address if rank == 0 else None], src=0)
+        for version in (1, 2):
+            sender.send(version)
+            sender.commit(version)
+            dist.barrier()
+            seen["sent"].append(version)
+    return seen
 
 
 def failing(one):
@@ -215,4 +270,4 @@ def failing(one):
 
 
 CASES = {"refit": refit, "corrupt": corrupt, "misplace": misplace, "die": die}
-CASES |= {"twice": twice, "versions": versions}
+CASES |= {"twice": twice, "versions": versions, "follow": follow}

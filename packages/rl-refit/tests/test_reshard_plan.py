@@ -366,3 +366,45 @@ def test_by_default_a_round_has_room_for_a_row_of_stacked_experts():
     plan = plan_pieces([spec], held, wanted)
     assert plan.round_bytes == 28672 * 4096 * 4 > MOST_ROUND_BYTES
     assert plan.pieces.round.tolist() == list(range(8))
+
+
+def test_parameters_that_slices_and_zeros_do_not_fill_come_in_full():
+    targets = {name: torch.zeros(4, 3) for name in ("padded", "ones", "gap", "shared", "full")}
+    sources = {name: torch.randn(2, 3) for name in ("p", "o", "g", "s1", "s2", "s3", "h")}
+
+    def load(pairs):
+        found = dict(pairs)
+        targets["padded"][:2].copy_(found["p"])
+        targets["padded"][2:].zero_()
+        targets["ones"][:2].copy_(found["o"])
+        targets["ones"][2:].fill_(1)
+        targets["gap"][1:3].copy_(found["g"])
+        # One half by what is computed, so that the other half does not come alone either; nor does
+        # what else is made of that.
+        targets["shared"][:2].copy_(found["s1"])
+        targets["shared"][2:].copy_(found["s2"] * 2)
+        targets["full"][:1].copy_(found["s1"][:1])
+        targets["full"][1:3].copy_(found["s3"])
+        targets["full"][3:].copy_(found["h"][:1])
+
+    metadata = [(n, t.dtype, tuple(t.shape)) for n, t in sources.items()]
+    found = record(load, metadata, targets)
+    assert found.full.keys() == {"s2"}
+    assert found.partial == ("ones", "gap", "shared")
+    complete = found.of_complete_parameters()
+    assert {each.name for each in complete.slices} == {"p"}
+    assert complete.full.keys() == {"o", "g", "s1", "s2", "s3", "h"}
+    assert complete.full["s2"] == found.full["s2"]
+
+
+def test_zeros_that_are_copied_fill_and_other_constants_do_not():
+    targets = {"zeros": torch.ones(4), "values": torch.ones(4)}
+
+    def load(pairs):
+        found = dict(pairs)
+        for name, constant in (("zeros", torch.zeros(2)), ("values", torch.arange(2.0))):
+            targets[name][:2].copy_(found[name])
+            targets[name][2:].copy_(constant)
+
+    found = record(load, [(name, torch.float32, (2,)) for name in targets], targets)
+    assert found.partial == ("values",)

@@ -29,6 +29,11 @@ def test_a_real_engine_applies_adapters(transport, ties, ranks, tmp_path):
     run_script("vllm_adapters.py", transport, ties, str(ranks), str(tmp_path / "model"))
 
 
+@pytest.mark.parametrize(("kind", "ranks"), [("dense", 2), ("experts", 1)])
+def test_a_real_engine_follows_trainers_that_send_slices(kind, ranks, tmp_path):
+    run_script("vllm_slices.py", kind, str(ranks), str(tmp_path / "model"))
+
+
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_slices_fill_what_the_loader_fills(kind):
     run_script("vllm_consumers.py", kind)

@@ -194,6 +194,8 @@ class InboundStream:
             if tensors:
                 try:
                     load(tensors)
+                except RefitError:
+                    raise
                 except Exception as error:
                     raise self._failure(bucket, f"load failed: {error!r}") from error
             # Views must not outlive `release`, after which the sender refills the buffer.

@@ -83,11 +83,30 @@ class Consumers:
         full: Tensors that cannot be sliced, with the reason: the loader computes with their values,
             or overwrites them. They have to be sent in full and given to it in one load.
         unused: Tensors that the loader has not read.
+        partial: Parameters with elements that neither slices nor zeros of the loader fill.
     """
 
     slices: tuple[Consumed, ...]
     full: Mapping[str, str]
     unused: tuple[str, ...]
+    partial: tuple[str, ...] = ()
+
+    def of_complete_parameters(self) -> Consumers:
+        """Return these slices where they fill their parameters; all other tensors go in full.
+
+        For an engine that takes a parameter as a whole: what comes in slices has to be all of it.
+        """
+        open_targets, names = set(self.partial), set[str]()
+        # A tensor in full fills all of its places, so that others there come in full as well.
+        while more := {each.name for each in self.slices if each.target in open_targets} - names:
+            names |= more
+            open_targets |= {each.target for each in self.slices if each.name in names}
+        shared = dict.fromkeys(sorted(names), "it shares a parameter with what is no slice")
+        return Consumers(
+            slices=tuple(each for each in self.slices if each.name not in names),
+            full={**self.full, **shared},
+            unused=self.unused,
+        )
 
 
 def record(load: Loader, metadata: Metadata, targets: Mapping[str, torch.Tensor]) -> Consumers:
@@ -121,7 +140,9 @@ def record(load: Loader, metadata: Metadata, targets: Mapping[str, torch.Tensor]
     slices = tuple(each for each in recorder.slices if each.name not in recorder.full)
     touched = {each.name for each in slices} | recorder.full.keys()
     unused = tuple(spec.name for spec in specs if spec.name not in touched)
-    return Consumers(slices=slices, full=recorder.full, unused=unused)
+    return Consumers(
+        slices=slices, full=recorder.full, unused=unused, partial=recorder.partial(slices)
+    )
 
 
 class _Recorder(TorchDispatchMode):
@@ -134,6 +155,7 @@ class _Recorder(TorchDispatchMode):
         for name, tensor in targets.items():
             self._targets[_storage(tensor)].append((name, tensor, tensor.detach()))
         self._accesses: dict[int, list[Access]] = defaultdict(list)
+        self._zeros: dict[int, list[Access]] = defaultdict(list)
         # With the tensor of each storage, as an address may be reused once it is freed.
         self._sources: dict[int, tuple[str, torch.Tensor]] = {}
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -158,6 +180,31 @@ class _Recorder(TorchDispatchMode):
             reason = "the loader overwrites what it has written, or computes with it"
             self._refuse(conflicts(accesses), reason)
 
+    def partial(self, slices: Iterable[Consumed]) -> tuple[str, ...]:
+        """Return the parameters of these slices that have elements which nothing fills."""
+        by_target: dict[str, list[Consumed]] = defaultdict(list)
+        for each in slices:
+            by_target[each.target].append(each)
+        return tuple(
+            name
+            for storage, parameters in self._targets.items()
+            for name, _, tensor in parameters
+            if name in by_target and not self._is_filled(tensor, by_target[name], storage)
+        )
+
+    def _is_filled(self, tensor: torch.Tensor, slices: list[Consumed], storage: int) -> bool:
+        # Slices that share elements are refused, so that their sizes often tell.
+        if sum(each.box.numel for each in slices) == tensor.numel():
+            return True
+        numel = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
+        filled = torch.zeros(numel, dtype=torch.bool)
+        start = int(tensor.storage_offset())
+        for each in slices:
+            filled.as_strided(each.box.shape, each.strides, start + each.offset).fill_(True)
+        for zeros in self._zeros[storage]:
+            zeros.view_of(filled, 0).fill_(True)
+        return bool(filled.as_strided(tensor.shape, tensor.stride(), start).all())
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
@@ -175,7 +222,7 @@ class _Recorder(TorchDispatchMode):
         if used and not func.is_view and func not in _OF_SHAPES:
             written = _written(func, args, kwargs)
             for each in used:
-                self._access(min(read, default=None), each)
+                self._access(min(read, default=None), each, is_zero=_is_zero(func, args))
             if any(_storage(each) in self._targets for each in written):
                 self._refuse(read, f"the loader writes it by {func}")
                 return _returned(func, written)
@@ -209,7 +256,7 @@ class _Recorder(TorchDispatchMode):
         self._copies[_storage(copy)] = tensor, copy
         return copy
 
-    def _access(self, name: str | None, view: torch.Tensor) -> None:
+    def _access(self, name: str | None, view: torch.Tensor, *, is_zero: bool = False) -> None:
         if not view.numel():
             return
         start, shape, strides = int(view.storage_offset()), tuple(view.shape), view.stride()
@@ -221,11 +268,15 @@ class _Recorder(TorchDispatchMode):
             end = -(-access.end * view.dtype.itemsize // itemsize)
             access = Access(name, first, (end - first,), (1,))
         self._accesses[_storage(view)].append(access)
+        if is_zero and view.dtype.itemsize == itemsize:
+            self._zeros[_storage(view)].append(access)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         name = self._name_of(source)
-        self._access(name, target)
-        if _storage(source) in self._targets:
+        is_own = _storage(source) in self._targets
+        is_zero = not (name or is_own or source.is_meta or bool(source.any()))
+        self._access(name, target, is_zero=is_zero)
+        if is_own:
             self._access(None, source)
         if name is None or name in self.full or not target.numel():
             return target  # a constant, such as the zeros of padding, is there already
@@ -350,6 +401,13 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             found += _tensors([value])
     return found
+
+
+def _is_zero(func: Any, args: Sequence[Any]) -> bool:
+    """Return whether an operation writes nothing but zeros."""
+    if func is torch.ops.aten.fill_.Scalar:
+        return args[1] == 0
+    return func is torch.ops.aten.zero_.default
 
 
 def _returned(func: Any, written: list[torch.Tensor]) -> Any:

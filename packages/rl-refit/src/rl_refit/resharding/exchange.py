@@ -16,13 +16,14 @@ under way: make a new process group and a new `Exchange`.
 
 # torch annotates its distributed functions only in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false
+# pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
 import datetime
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -31,15 +32,17 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
 
 from rl_refit.errors import PlanMismatchError, RefitError, VerificationError
 from rl_refit.plan import TensorSpec, dtype_name, parse_dtype
 from rl_refit.protocol import WeightVersion
 from rl_refit.protocol.waiting import Deadline
 from rl_refit.resharding.digest import add_digests, shard_digest
-from rl_refit.resharding.layouts import Placed, Shard, merge_ranks
+from rl_refit.resharding.layouts import Shard, merge_ranks
 from rl_refit.resharding.planner import ReshardPlan, plan_pieces
 from rl_refit.resharding.slices import Box
+from rl_refit.source import WeightMeta
 
 
 class Want(NamedTuple):
@@ -54,11 +57,22 @@ class Want(NamedTuple):
     """The place, of the box's shape: a view into the engine's parameter, whose dtype is sent."""
 
 
-class _Offer(msgspec.Struct, array_like=True):
-    """What a rank says of itself before the plan is made: names, shapes, boxes, wire dtypes."""
+Wanted = Sequence[Want] | Callable[[list[WeightMeta]], Sequence[Want]]
 
-    held: list[tuple[str, tuple[int, ...], Box]]
-    wanted: list[tuple[str, tuple[int, ...], Box, str]]
+Slices = list[tuple[str, tuple[int, ...], Box, str]]
+"""Name, full shape, box and dtype of each slice that a rank holds or wants, as it says to all."""
+
+
+class _Message(NamedTuple):
+    """What is sent to a rank, or received from it."""
+
+    peer: int
+    data: torch.Tensor
+    is_out: bool
+
+
+_TAG = 0
+"""Messages between two ranks are in the same order on both."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,8 +99,10 @@ class Exchange:
 
     Args:
         held: What this rank holds, by the names that `wanted` uses; see `local_shards`.
-        wanted: What this rank consumes. A box that is wanted in several places is sent once.
-        group: The trainers and the engines; None: the default group.
+        wanted: What this rank consumes, or a function that returns it, given name, dtype and shape
+            of all that is held. A box that is wanted in several places is sent once.
+        group: The trainers and the engines; None: the default group. It may be one of torch's
+            backends, which `torch.distributed` does not know.
         round_bytes: Limit of what a rank sends, and of what it receives, at once; None: the
             largest layer, at most 256 MiB or a row.
         timeout_s: Limit of the construction, and of each transfer, in seconds.
@@ -101,30 +117,44 @@ class Exchange:
     def __init__(
         self,
         held: Mapping[str, Shard] | None = None,
-        wanted: Sequence[Want] = (),
+        wanted: Wanted = (),
         *,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | Backend | None = None,
         round_bytes: int | None = None,
         timeout_s: float = 300.0,
         device: torch.device | str | None = None,
     ) -> None:
-        self._group = group if group is not None else dist.group.WORLD
-        self._rank = dist.get_rank(self._group)
-        self._held, self._wanted = dict(held or {}), list(wanted)
-        self._wants: dict[str, list[Want]] = defaultdict(list)
-        for want in self._wanted:
-            self._wants[want.name].append(want)
         self._timeout_s, self._device = timeout_s, torch.device(device or "cpu")
+        self._backend: Backend | None = _backend_of(group, self._device)
+        del group  # the traceback of an error has this frame
+        self._rank = self._group.rank()
+        self._held = dict(held or {})
         self.weights = WeightVersion(self._rank)
         self._has_failed = False
-        deadline = Deadline(timeout_s)
-        offers = self._gather_offers(deadline)
-        self.plan = _plan(offers, round_bytes)
-        self._require_same_plan(deadline)
+        self._wanted: list[Want] = []
+        self._wants: dict[str, list[Want]] = defaultdict(list)
+        try:
+            self.plan = self._make_plan(wanted, round_bytes, Deadline(timeout_s))
+        except BaseException:
+            self.close()
+            raise
         pieces = self.plan.pieces
         self._own = np.flatnonzero(
             (pieces.sender == self._rank) | (pieces.receiver == self._rank)
         ).tolist()
+
+    def hold(self, held: Mapping[str, Shard]) -> None:
+        """Send from these shards from now on, as after the trainer's tensors have moved.
+
+        Raises:
+            ValueError: Their names, shapes and boxes are not those that this rank has held.
+        """
+        for name in self._held.keys() | held.keys():
+            places = [each[name][:2] if name in each else None for each in (self._held, held)]
+            if places[0] != places[1]:
+                raise ValueError(f"{name}: this rank held {places[0]} and now {places[1]}")
+            _check_shape(name, held[name])
+        self._held = dict(held)
 
     def begin(self, version: int) -> None:
         """Open a refit; see `WeightVersion.begin`."""
@@ -162,6 +192,19 @@ class Exchange:
         """Return the committed version, if no refit has begun or failed since."""
         return self.weights.require_ready()
 
+    def close(self) -> None:
+        """Let go of the group: an error's traceback may hold this object for longer than its owner.
+
+        A transfer in another thread fails with its next message.
+        """
+        self._backend = None
+
+    @property
+    def _group(self) -> Backend:
+        if self._backend is None:
+            raise RefitError("the exchange is closed")
+        return self._backend
+
     def _run(self, version: int, deadline: Deadline) -> ExchangeReport:
         pieces, sent, received, peak, num_rounds = self.plan.pieces, 0, 0, 0, 0
         sums: dict[tuple[int, int], int] = {}
@@ -194,7 +237,7 @@ class Exchange:
             if int(pieces.receiver[index]) == self._rank:
                 flows.setdefault((int(pieces.sender[index]), False), []).append(index)
         messages: dict[tuple[int, bool], torch.Tensor] = {}
-        operations: list[dist.P2POp] = []
+        operations: list[_Message] = []
         for (peer, is_out), indices in flows.items():
             size = int(pieces.nbytes[indices].sum())
             data = messages[peer, is_out] = torch.empty(
@@ -203,8 +246,7 @@ class Exchange:
             if is_out:
                 self._pack(indices, data, sums)
             if peer != self._rank:
-                call = dist.isend if is_out else dist.irecv
-                operations.append(dist.P2POp(call, data, group=self._group, group_peer=peer))
+                operations.append(_Message(peer, data, is_out))
         self._wait_all(operations, deadline)
         if (self._rank, False) in messages:
             messages[self._rank, False] = messages[self._rank, True]
@@ -213,18 +255,27 @@ class Exchange:
                 self._unpack(indices, messages[peer, False])
         return messages
 
-    def _wait_all(self, operations: list[dist.P2POp], deadline: Deadline) -> None:
+    def _wait_all(self, operations: list[_Message], deadline: Deadline) -> None:
         if not operations:
             return
-        peers = [operation.group_peer for operation in operations]
+        peers = sorted({operation.peer for operation in operations})
+        # Or NCCL would wait for each before it starts the next, on both sides of a pair.
+        is_one = self._group.supports_coalescing
         try:
-            works = dist.batch_isend_irecv(operations)
+            if is_one:
+                self._group._start_coalescing()
+            works = [self._start(operation) for operation in operations]
+            if is_one:
+                works = [self._group._end_coalescing()]
         except RuntimeError as error:
-            raise RefitError(f"cannot reach ranks {sorted(set(peers))}: {error}") from error
-        # One work per operation with gloo, one for all with NCCL.
-        named = peers if len(works) == len(peers) else [",".join(map(str, sorted(set(peers))))]
+            raise RefitError(f"cannot reach ranks {peers}: {error}") from error
+        named = [",".join(map(str, peers))] if is_one else [each.peer for each in operations]
         for work, peer in zip(works, named, strict=True):
             self._wait(work, f"message of or to rank {peer}", deadline)
+
+    def _start(self, message: _Message) -> dist.Work:
+        call = self._group.send if message.is_out else self._group.recv
+        return call([message.data], message.peer, _TAG)
 
     def _wait(self, work: dist.Work, waited_for: str, deadline: Deadline) -> None:
         left = deadline.remaining(waited_for)
@@ -292,7 +343,7 @@ class Exchange:
         self, sums: dict[tuple[int, int], int], deadline: Deadline
     ) -> dict[str, int]:
         pieces = self.plan.pieces
-        operations: list[dist.P2POp] = []
+        operations: list[_Message] = []
         incoming: dict[int, tuple[list[int], torch.Tensor]] = {}
         own: dict[int, int] = {}
         receivers = sorted({receiver for receiver, _ in sums})
@@ -304,7 +355,7 @@ class Exchange:
                 continue
             data = torch.from_numpy(np.array(values, dtype=np.uint64).view(np.int64))
             data = data.to(self._device)
-            operations.append(dist.P2POp(dist.isend, data, group=self._group, group_peer=receiver))
+            operations.append(_Message(receiver, data, True))
         mine = np.array(self._own, dtype=np.int64)
         mine = mine[pieces.receiver[mine] == self._rank]
         for sender in np.unique(pieces.sender[mine]).tolist():
@@ -313,7 +364,7 @@ class Exchange:
                 continue
             data = torch.empty(len(tensors), dtype=torch.int64, device=self._device)
             incoming[sender] = tensors, data
-            operations.append(dist.P2POp(dist.irecv, data, group=self._group, group_peer=sender))
+            operations.append(_Message(sender, data, False))
         self._wait_all(operations, deadline)
         totals = dict(own)
         for tensors, data in incoming.values():
@@ -325,43 +376,59 @@ class Exchange:
         """Return if all members have one version and none has a problem, raise on all otherwise."""
         mine = [self._rank if problem else -1, version, -version]
         worst = torch.tensor(mine, device=self._device)
-        work = dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        assert work is not None
-        self._wait(work, "agreement of all ranks", deadline)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        self._wait(self._group.allreduce([worst], options), "agreement of all ranks", deadline)
         if problem:
-            raise VerificationError(problem, rank=self._rank)
+            raise VerificationError(problem)
         rank, newest, oldest = worst.tolist()
         if rank >= 0:
-            raise VerificationError("what it received differs from what was sent", rank=rank)
+            raise VerificationError(f"what rank {rank} received differs from what was sent to it")
         if newest != -oldest:
             raise RefitError(f"ranks transfer different versions, from {-oldest} to {newest}")
 
-    def _gather_offers(self, deadline: Deadline) -> list[_Offer]:
+    def _make_plan(
+        self, wanted: Wanted, round_bytes: int | None, deadline: Deadline
+    ) -> ReshardPlan:
+        offered = self._gather_held(deadline)
+        self._wanted = list(wanted(_metadata(offered)) if callable(wanted) else wanted)
+        for want in self._wanted:
+            self._wants[want.name].append(want)
+        plan = _plan(offered, self._gather_wanted(deadline), round_bytes)
+        self._require_same(plan, deadline)
+        return plan
+
+    def _gather_held(self, deadline: Deadline) -> list[Slices]:
+        for name, shard in self._held.items():
+            _check_shape(name, shard)
+        return self._gather_slices(
+            [(name, each.shape, each.box, each.data.dtype) for name, each in self._held.items()],
+            deadline,
+        )
+
+    def _gather_wanted(self, deadline: Deadline) -> list[Slices]:
         for want in self._wanted:
             if tuple(want.data.shape) != want.box.shape:
                 raise ValueError(
                     f"{want.name}: the place for {want.box} has the shape {list(want.data.shape)}"
                 )
-        for name, shard in self._held.items():
-            if tuple(shard.data.shape) != shard.box.shape:
-                raise ValueError(
-                    f"{name}: the shard {shard.box} has the shape {list(shard.data.shape)}"
-                )
-        held = [(name, shard.shape, shard.box) for name, shard in self._held.items()]
-        wanted = [
-            (want.name, want.shape, want.box, dtype_name(want.data.dtype)) for want in self._wanted
-        ]
-        mine = msgspec.msgpack.encode(_Offer(held, wanted))
-        return [
-            msgspec.msgpack.decode(offer, type=_Offer) for offer in self._gather(mine, deadline)
-        ]
+        return self._gather_slices(
+            [(each.name, each.shape, each.box, each.data.dtype) for each in self._wanted], deadline
+        )
 
-    def _require_same_plan(self, deadline: Deadline) -> None:
-        for rank, other in enumerate(self._gather(self.plan.hash.encode(), deadline)):
-            if other.decode() != self.plan.hash:
+    def _gather_slices(
+        self, mine: list[tuple[str, tuple[int, ...], Box, torch.dtype]], deadline: Deadline
+    ) -> list[Slices]:
+        named = [(name, shape, box, dtype_name(dtype)) for name, shape, box, dtype in mine]
+        gathered = self._gather(msgspec.msgpack.encode(named), deadline)
+        return [msgspec.msgpack.decode(each, type=Slices) for each in gathered]
+
+    def _require_same(self, plan: ReshardPlan, deadline: Deadline) -> None:
+        for rank, other in enumerate(self._gather(plan.hash.encode(), deadline)):
+            if other.decode() != plan.hash:
                 raise PlanMismatchError(
                     f"rank {rank} has computed the plan {other.decode()[:16]}, this one "
-                    f"{self.plan.hash[:16]}: do they have the same round_bytes and numpy?"
+                    f"{plan.hash[:16]}: do they have the same round_bytes and numpy?"
                 )
 
     def _gather(self, mine: bytes, deadline: Deadline) -> list[bytes]:
@@ -369,7 +436,7 @@ class Exchange:
 
         Not `all_gather_object`, which unpickles what comes from a socket.
         """
-        num_ranks = dist.get_world_size(self._group)
+        num_ranks = self._group.size()
         own = torch.tensor([len(mine)], device=self._device)
         lengths = [torch.zeros_like(own) for _ in range(num_ranks)]
         self._all_gather(lengths, own, deadline)
@@ -382,32 +449,56 @@ class Exchange:
         return [row[:size].cpu().numpy().tobytes() for row, size in pairs]
 
     def _all_gather(self, rows: list[torch.Tensor], own: torch.Tensor, deadline: Deadline) -> None:
-        work = dist.all_gather(rows, own, group=self._group, async_op=True)
-        assert work is not None
-        self._wait(work, "offer of all ranks", deadline)
+        self._wait(self._group.allgather([rows], [own]), "offer of all ranks", deadline)
 
     def _spec(self, piece: int) -> TensorSpec:
         return self.plan.specs[int(self.plan.pieces.tensor[piece])]
 
 
-def _plan(offers: Sequence[_Offer], round_bytes: int | None) -> ReshardPlan:
+def _backend_of(group: dist.ProcessGroup | Backend | None, device: torch.device) -> Backend:
+    if isinstance(group, Backend):
+        return group
+    # The calls of `torch.distributed` take registered groups alone.
+    known = group if group is not None else dist.group.WORLD
+    if known is None:
+        raise ValueError("there is no default process group, and no other was given")
+    return known._get_backend(device)
+
+
+def _check_shape(name: str, shard: Shard) -> None:
+    if tuple(shard.data.shape) != shard.box.shape:
+        raise ValueError(f"{name}: the shard {shard.box} has the shape {list(shard.data.shape)}")
+
+
+def _metadata(held: Sequence[Slices]) -> list[WeightMeta]:
+    """Return all tensors that ranks hold, each once, in the order of ranks."""
+    found: dict[str, WeightMeta] = {}
+    for slices in held:
+        for name, shape, _, dtype in slices:
+            found.setdefault(name, WeightMeta(name, parse_dtype(dtype), tuple(shape)))
+    return list(found.values())
+
+
+def _plan(
+    offered: Sequence[Slices], requested: Sequence[Slices], round_bytes: int | None
+) -> ReshardPlan:
     specs: dict[str, TensorSpec] = {}
-    for rank, offer in enumerate(offers):
-        for name, shape, _, dtype in offer.wanted:
+    for rank, slices in enumerate(requested):
+        for name, shape, _, dtype in slices:
             spec = TensorSpec(name, parse_dtype(dtype), tuple(shape))
             if specs.setdefault(name, spec) != spec:
                 raise PlanMismatchError(f"rank {rank} wants {spec}, others {specs[name]}")
-    for rank, offer in enumerate(offers):
-        for name, shape, _ in offer.held:
+    for rank, slices in enumerate(offered):
+        for name, shape, _, _ in slices:
             if name in specs and specs[name].shape != tuple(shape):
                 raise PlanMismatchError(f"rank {rank} holds {list(shape)} of {specs[name]}")
-    held = merge_ranks(
-        (name, box, rank)
-        for rank, offer in enumerate(offers)
-        for name, _, box in offer.held
-        if name in specs
-    )
-    wanted: list[Placed] = merge_ranks(
-        (name, box, rank) for rank, offer in enumerate(offers) for name, _, box, _ in offer.wanted
+    held, wanted = (
+        merge_ranks(
+            (name, box, rank)
+            for rank, slices in enumerate(each)
+            for name, _, box, _ in slices
+            if name in specs
+        )
+        for each in (offered, requested)
     )
     return plan_pieces(list(specs.values()), held, wanted, round_bytes=round_bytes)

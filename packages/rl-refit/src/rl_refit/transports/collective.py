@@ -92,18 +92,10 @@ class _CollectiveSender(SendingSide):
         self._backend = "nccl" if on_gpu else "gloo"
         self.digest = "keyed_sum" if on_gpu else "xxh3"
         self.buffers, self._device = _allocate(context, on_gpu=on_gpu)
-        listener = socket.create_server((context.host, 0))
-        self._port = listener.getsockname()[1]
         # No secret: whoever reaches the store can list its keys. It only separates groups.
         self._prefix = secrets.token_hex(16)
-        self._store: dist.Store | None = dist.TCPStore(
-            context.host,
-            self._port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=_timedelta(context.timeout_s),
-            master_listen_fd=listener.detach(),
-        )
+        store, self._port = serve_store(context.host, timeout_s=context.timeout_s)
+        self._store: dist.Store | None = store
         self._membership = _Membership()
 
     def grant(self, rank: int) -> tuple[Grant, list[int]]:
@@ -255,6 +247,12 @@ class ProcessGroup:
         group._set_default_timeout(_timedelta(limit_s))
         self._group = group
 
+    @property
+    def backend(self) -> dist.ProcessGroupGloo | dist.ProcessGroupNCCL:
+        """The group itself, of torch; until `close`."""
+        assert self._group is not None
+        return self._group
+
     def broadcast(self, data: torch.Tensor) -> dist.Work | None:
         """Start a broadcast from rank 0; return its work, or None if `data` is empty."""
         assert self._group is not None
@@ -294,14 +292,38 @@ def _surviving_errors() -> Generator[None]:
                 os.environ[name] = kept
 
 
-def _join(
-    grant: GroupGrant,
-    context: Context,
-    device: torch.device,
-    deadline: Deadline,
+def serve_store(host: str, *, timeout_s: float) -> tuple[dist.Store, int]:
+    """Return a rendezvous store that is served at an address, until it is released, and its port.
+
+    Args:
+        host: This machine's address.
+        timeout_s: Limit of the store's own waits, in seconds.
+    """
+    listener = socket.create_server((host, 0))
+    port = int(listener.getsockname()[1])
+    store = dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=_timedelta(timeout_s),
+        master_listen_fd=listener.detach(),
+    )
+    return store, port
+
+
+def join_group(
+    grant: GroupGrant, host: str, device: torch.device, deadline: Deadline, *, limit_s: float
 ) -> ProcessGroup:
-    """Return the group of `grant`, once all of its members have joined."""
-    assert context.host is not None
+    """Return the group of `grant`, once all of its members have joined.
+
+    Args:
+        grant: Names the group and this member.
+        host: This machine's address, for gloo.
+        device: Of a GPU, for NCCL.
+        deadline: Of the construction, see `ProcessGroup`.
+        limit_s: Limit of one operation of the group, in seconds.
+    """
     limit = _timedelta(deadline.remaining("store of the process group"))
     # The sender connects as a client, too: the store that it serves is released in `close`, even if
     # an abandoned thread still waits in this one.
@@ -311,11 +333,19 @@ def _join(
         grant.group_rank,
         grant.group_size,
         grant.backend,
-        context.host,
+        host,
         device,
         deadline,
-        limit_s=context.timeout_s + _MARGIN_S,
+        limit_s=limit_s,
     )
+
+
+def _join(
+    grant: GroupGrant, context: Context, device: torch.device, deadline: Deadline
+) -> ProcessGroup:
+    assert context.host is not None
+    limit_s = context.timeout_s + _MARGIN_S
+    return join_group(grant, context.host, device, deadline, limit_s=limit_s)
 
 
 @atexit.register

@@ -22,6 +22,9 @@ While requests run, a version can be received beside the weights that serve:
     flip(llm, 4)  # between two steps
     sender.commit(4)
 
+The sender may be a `rl_refit.resharding.ReshardSender`: each worker then receives the slices that
+it consumes. The calls are the same.
+
 Weights go through vLLM's own layerwise reload, never straight into live parameters. Run with vLLM
 0.32. Importing this package does not import vLLM: `engine` and `reload` do, in vLLM's workers.
 

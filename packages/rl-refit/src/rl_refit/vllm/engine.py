@@ -22,8 +22,11 @@ from rl_refit.adapters import is_adapter
 from rl_refit.errors import RefitError
 from rl_refit.receiver import RefitReceiver
 from rl_refit.report import RefitReport
+from rl_refit.resharding.exchange import ExchangeReport
+from rl_refit.resharding.refit import INVITATION, SliceReceiver
 from rl_refit.vllm.adapters import AdapterSlot
 from rl_refit.vllm.reload import LayerwiseReload
+from rl_refit.vllm.slices import SlicedModel
 from rl_refit.vllm.staging import Room, StagedModel, find_room
 
 # After its receiver was closed; what it still does is to give up its own load.
@@ -101,6 +104,9 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
     _taken_out: list[tuple[torch.nn.Module, str, torch.nn.Module]] | None = None
     _staged: StagedModel | None = None
     _staging: Staging | None = None
+    _sliced: SlicedModel | None = None
+    _slices: SliceReceiver | None = None
+    _exchanged: ExchangeReport | None = None
 
     def init_transfer_engine(self, init_info: RefitInitInfo) -> None:
         """Store the sender's address; the receiver connects when the first refit begins.
@@ -109,6 +115,7 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
             ValueError: The sender compares live weights by name, which vLLM does not keep.
         """
         self.shutdown()
+        self._timeout_s = init_info.timeout_s
         layout = self.parallel_config
         rank = layout.data_parallel_index * layout.world_size + layout.rank
         address = init_info.address
@@ -120,9 +127,10 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
                 'gate_up_proj), shards and repacks them: take verify="digest", and compare '
                 "log-probabilities"
             )
+        self._rank = init_info.rank_offset + rank
         self.receiver = RefitReceiver(
             address,
-            init_info.rank_offset + rank,
+            self._rank,
             device=self.device,
             timeout_s=init_info.timeout_s,
         )
@@ -152,12 +160,16 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
             # vLLM processes the weights in `check`, before this side reports `Done`: a failure of
             # its post-processing then fails the refit on both sides.
             report = receiver.receive(
-                update_info.version, self._load, load_keeps=False, check=self._complete
+                update_info.version,
+                partial(self._load_received, update_info.version),
+                load_keeps=False,
+                check=self._complete,
             )
         except BaseException:
             self.abandon()
             raise
         self.report = report.as_metrics()
+        self._report_slices()
 
     def find_room(self, *, only_host: bool) -> Room:
         """Return where a second set of weights can be held; see `rl_refit.vllm.staging`.
@@ -207,11 +219,14 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
         report = self._staging.result()
         if report is not None:
             self.report = report.as_metrics()
+            self._report_slices()
         return report is not None
 
     def abandon_staging(self) -> None:
         """Give up a version that is being received; the weights that serve stay."""
         if self._staging is not None and self._staging.is_alive():
+            if self._slices is not None:
+                self._slices.close()
             # The receiver connects again with the next refit.
             self.require_receiver().close()
             # The next load must not run beside it: vLLM's current config belongs to the process.
@@ -258,6 +273,9 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
         self.abandon_staging()
         if self.receiver is not None:
             self.receiver.close()
+        if self._slices is not None:
+            self._slices.close()
+        self._slices = self._sliced = None
 
     def require_receiver(self) -> RefitReceiver:
         """Return the receiver, or raise `RefitError` before `init_transfer_engine`."""
@@ -275,9 +293,13 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
         def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
             nonlocal reload
             with set_current_vllm_config(self.vllm_config):
+                sliced = self._receive_slices(tensors, version, staged.model)
                 if reload is None:
                     reload = LayerwiseReload(staged.model, self.model_config, self.device)
-                reload.load(tensors)
+                if sliced is None:
+                    reload.load(tensors)
+                else:
+                    sliced.load(reload)
 
         def check() -> None:
             load([])  # a plan without tensors: `complete` reports every parameter as missing
@@ -341,6 +363,43 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
         except BaseException:
             slot.abandon()
             raise
+
+    def _load_received(self, version: int, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """Load a bucket, or what is received in slices in its place."""
+        with set_current_vllm_config(self.vllm_config):
+            sliced = self._receive_slices(tensors, version, self.model)
+        if sliced is None:
+            self._load(tensors)
+        else:
+            # Only here, where all of it is verified, are the weights that serve touched.
+            sliced.load(self._begin_reload())
+
+    def _receive_slices(
+        self, tensors: list[tuple[str, torch.Tensor]], version: int, model: torch.nn.Module
+    ) -> SlicedModel | None:
+        """Receive the slices to which a bucket invites; return None if it has tensors.
+
+        Args:
+            tensors: The bucket's.
+            version: Of the refit.
+            model: The one whose loader says what to receive, if that is not known yet.
+        """
+        self._exchanged = None
+        if not tensors or tensors[0][0] != INVITATION:
+            return None
+        if self._sliced is None or self._slices is None:
+            self._sliced = SlicedModel(self.vllm_config)
+            self._slices = SliceReceiver(self._rank, timeout_s=self._timeout_s)
+        wanted = partial(self._sliced.wanted, model)
+        self._exchanged = self._slices.receive(tensors, version, wanted)
+        return self._sliced
+
+    def _report_slices(self) -> None:
+        if self._exchanged is not None:
+            assert self.report is not None
+            # What the protocol itself has sent is the invitation.
+            self.report["refit_bytes"] = self._exchanged.bytes_received
+            self.report["refit_bytes_sent"] = self._exchanged.bytes_received
 
     def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         factors = [pair for pair in tensors if is_adapter(pair[0])]

@@ -11,7 +11,7 @@ load can be abandoned, and on the CPU tied output layers and experts are repacke
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
     get_layerwise_info,
     make_online_process_loader,
 )
@@ -67,12 +68,35 @@ class LayerwiseReload:
         _name_loaders(model)
         initialize_layerwise_reload(model)
         self._layers = [get_layerwise_info(layer) for layer in model.modules()]
+        self._own_loaders: list[tuple[Any, Any]] = []
 
     def load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Pass one bucket's tensors to vLLM's loader; they may be overwritten afterwards."""
         with _DirectCopies(self._model):
             self._model.load_weights(iter(tensors))
         _clone_kept(self._layers, tensors)
+
+    def load_parameters(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load parameters as a whole, in the layout in which vLLM loads them.
+
+        Args:
+            tensors: This worker's shards by vLLM's names, such as "model.norm.weight". They must
+                stay what they are until `complete`.
+        """
+        for prefix, layer in self._model.named_modules():
+            names = [name for name, _ in _direct_tensors(layer) if f"{prefix}.{name}" in tensors]
+            # All of the layer's first, as the last one's load makes vLLM assemble the layer.
+            for name in names:
+                parameter = getattr(layer, name)
+                if name not in SKIP_LOAD_TENSORS:
+                    self._own_loaders.append((parameter, _get_original_loader(parameter)))
+                    _load_with(_fill, layer, name, parameter)
+            for name in names:
+                parameter, tensor = getattr(layer, name), tensors[f"{prefix}.{name}"]
+                if name in SKIP_LOAD_TENSORS:
+                    parameter.data.copy_(tensor)
+                else:
+                    parameter.weight_loader(parameter, tensor)
 
     def complete(self) -> None:
         """Let vLLM process the loaded layers.
@@ -82,7 +106,7 @@ class LayerwiseReload:
         """
         self._require_all()
         tied = _tied_layers(self._model)
-        finalize_layerwise_reload(self._model, self._model_config)
+        self._finalize()
         for layer in tied:
             layer.quant_method.process_weights_after_loading(layer)
         if self._device.type == "cuda":
@@ -102,7 +126,14 @@ class LayerwiseReload:
             if info.can_load():
                 info.loaded_weights.clear()
                 info.load_numel = 0
+        self._finalize()
+
+    def _finalize(self) -> None:
         finalize_layerwise_reload(self._model, self._model_config)
+        # vLLM keeps the loaders for its next reload, which may be by tensors of the checkpoint.
+        for parameter, loader in self._own_loaders:
+            parameter.weight_loader = loader
+        self._own_loaders.clear()
 
     def _require_all(self) -> None:
         """Raise unless every parameter has received all of its shards.
@@ -178,10 +209,25 @@ def _load(
 ) -> torch.nn.Parameter:
     """Load `tensor` into a parameter of any of vLLM's classes."""
     # The loader that the layer has may take an expert at a time.
-    parameter.weight_loader = default_weight_loader
-    parameter.weight_loader = make_online_process_loader(layer, name)
+    _load_with(default_weight_loader, layer, name, parameter)
     parameter.weight_loader(parameter, tensor)
     return parameter
+
+
+def _load_with(loader: Any, layer: torch.nn.Module, name: str, parameter: Any) -> None:
+    parameter.weight_loader = loader
+    parameter.weight_loader = make_online_process_loader(layer, name)
+
+
+def _fill(param: torch.Tensor, loaded_weight: torch.Tensor) -> None:
+    # By `copy_`, as vLLM counts the elements that are copied.
+    param.data.copy_(loaded_weight)
+
+
+def _direct_tensors(layer: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a layer's own parameters and buffers."""
+    yield from layer.named_parameters(recurse=False)
+    yield from layer.named_buffers(recurse=False)
 
 
 def _clone_kept(

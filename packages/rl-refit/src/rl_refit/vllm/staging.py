@@ -106,7 +106,7 @@ class StagedModel:
         for live, twin in self._pairs:
             info, own = get_layerwise_info(live), get_layerwise_info(twin)
             own.restore_device = info.restore_device
-            own.restore_metadata = _own_metadata(info.restore_metadata, live, twin)
+            own.restore_metadata = own_metadata(info.restore_metadata, live, twin)
         self._before = [dict(vars(twin)) for _, twin in self._pairs]
 
     def require_alike(self) -> None:
@@ -212,7 +212,7 @@ def _model_bytes(model: torch.nn.Module) -> int:
     )
 
 
-def _own_metadata(
+def own_metadata(
     metadata: LayerTensors, live: torch.nn.Module, twin: torch.nn.Module
 ) -> LayerTensors:
     """Return a copy of a layer's metadata, of which the loaders are methods of its twin.
