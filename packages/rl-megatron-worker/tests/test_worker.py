@@ -349,9 +349,7 @@ def test_keys_of_the_references_examples_take_the_same_step(pools, tmp_path):
             }
             section["freeze_moe_router"] = True
             section["distributed_data_parallel_config"] = {"average_in_collective": True}
-        found[is_set], _ = pools(2).run(
-            train_and_look, config=config, batch=batch, loss="nll"
-        )
+        found[is_set], _ = pools(2).run(train_and_look, config=config, batch=batch, loss="nll")
     before, after = found[True]["before"], found[True]["after"]
     assert any(not torch.equal(before[name], after[name]) for name in before)
     for name, weight in found[False]["after"].items():
