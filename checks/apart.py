@@ -33,7 +33,10 @@ EXTRA_MODULES = {
     },
     "rl-policy": {"tinker": ["rl_policy.tinker.server"]},
     "rl-refit": {
-        "vllm": [f"rl_refit.vllm.{name}" for name in ("adapters", "engine", "reload", "staging")],
+        "vllm": [
+            f"rl_refit.vllm.{name}"
+            for name in ("adapters", "engine", "reload", "slices", "staging")
+        ],
     },
 }
 # What an extra makes possible.

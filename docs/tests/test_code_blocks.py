@@ -166,6 +166,15 @@ def as_parameter(page):
     return pytest.param(page, id=name, marks=pytest.mark.slow if name in SLOW_PAGES else [])
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_our_packages_are_installed_from_a_folder(page):
+    """They are not on an index: without the folder of their wheels a command finds none."""
+    if page.name == "install.md":  # It says so itself, with an example of a message.
+        return
+    for arguments in re.findall(r'pip install ((?:-f \S+ )?"?rl-[^`\n]*)', page.read_text()):
+        assert arguments.startswith("-f dist "), f"{page}: pip install {arguments}"
+
+
 @pytest.mark.parametrize("page", [as_parameter(page) for page in PAGES])
 def test_the_blocks_of_a_page_do_what_they_say(page, workspace):
     blocks = [block for block in blocks_of(page) if not needs_vllm(block)]

@@ -131,7 +131,7 @@ _ONE_CYCLE = f"{_SCHEDULES}.OneCycleLR"
             {"sequence_packing": {"enabled": True, "train_mb_tokens": 8}},
             ["policy.sequence_packing.logprob_mb_tokens", "not set"],
         ),
-        ({"max_total_sequence_length": 8}, ["max_new_tokens=8", "max_total_sequence_length=8"]),
+        ({"max_total_sequence_length": 7}, ["max_new_tokens=8", "max_total_sequence_length=7"]),
     ],
 )
 def test_a_wrong_config_is_named_before_anything_starts(tiny_model, change, words):

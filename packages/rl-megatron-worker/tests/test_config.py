@@ -133,7 +133,6 @@ REFUSED = {
         {},
         r"level=3 must be one of \(0, 1, 2\)",
     ),
-    "average": ({DDP: {"average_in_collective": True}}, {}, "average_in_collective=True"),
     "fsdp": ({DDP: {"use_custom_fsdp": True}}, {}, "use_custom_fsdp=True"),
     "gather": ({DDP: {"overlap_param_gather": True}}, {}, "use_distributed_optimizer=True"),
     "kind": ({"optimizer": {**ADAM, "optimizer": "lion"}}, {}, "optimizer='lion' must be"),
@@ -142,15 +141,9 @@ REFUSED = {
     "params": ({"optimizer": {**ADAM, "params_dtype": "float16"}}, {}, "params_dtype='float16'"),
     "clip": ({"optimizer": {**ADAM, "clip_grad": 2.0}}, {"max_grad_norm": 1.0}, "clip_grad=2.0"),
     "precise": (
-        {
-            "optimizer": {
-                **ADAM,
-                "use_distributed_optimizer": True,
-                "use_precision_aware_optimizer": True,
-            }
-        },
+        {"optimizer": {**ADAM, "use_precision_aware_optimizer": True}},
         {},
-        "use_precision_aware_optimizer=True: its float32 weights",
+        "use_precision_aware_optimizer=True needs",
     ),
     "recompute": (
         {"activation_checkpointing": True, "recompute_granularity": "half"},

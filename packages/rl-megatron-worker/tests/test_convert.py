@@ -17,7 +17,7 @@ from rl_megatron_worker.convert.mappings import slice_pieces, total_length
 from rl_megatron_worker.model.config import DecoderConfig
 from safetensors.torch import load_file
 from tiny_models import KINDS, build_tiny, tiny_config
-from transformers import AutoConfig, GPT2Config
+from transformers import AutoConfig, GPT2Config, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 LLAMA3 = {
@@ -379,3 +379,14 @@ def test_converters_of_installed_packages(monkeypatch, tmp_path):
     import their_package
 
     assert converter_for(GPT2Config()) is their_package.converter
+
+
+def test_a_converter_has_the_name_of_the_models_class_too():
+    config = Qwen3Config(num_hidden_layers=1)
+    by_type = converter_for(config)
+    assert converter_for(config, "Qwen3ForCausalLM") is by_type
+    assert converter_for(config, "LlamaForCausalLM") is converter_for(config, "llama")
+    with pytest.raises(
+        ValueError, match="converter_type='Qwen9ForCausalLM', for which there is no"
+    ):
+        converter_for(config, "Qwen9ForCausalLM")

@@ -333,3 +333,24 @@ def test_a_loss_that_raises_raises_on_every_rank(pools, model, num_ranks, layout
         # Gradients accumulated before the failure are cleared.
         assert torch.equal(result["losses"], expected["results"][0]["global_loss"])
         assert_equal_parameters(result["weights"], expected["after"], 0.0)
+
+
+def test_keys_of_the_references_examples_take_the_same_step(pools, tmp_path):
+    path, batch, found = build_tiny(tmp_path, "llama"), make_batch(8), {}
+    for is_set in (False, True):
+        config = make_config(path)
+        config["precision"] = "bfloat16"
+        section = config["megatron_cfg"]
+        section["optimizer"] |= {"bf16": True, "use_distributed_optimizer": True}
+        if is_set:
+            section["optimizer"] |= {
+                "params_dtype": "float32",
+                "use_precision_aware_optimizer": True,
+            }
+            section["freeze_moe_router"] = True
+            section["distributed_data_parallel_config"] = {"average_in_collective": True}
+        found[is_set], _ = pools(2).run(train_and_look, config=config, batch=batch, loss="nll")
+    before, after = found[True]["before"], found[True]["after"]
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    for name, weight in found[False]["after"].items():
+        assert torch.equal(after[name], weight), name

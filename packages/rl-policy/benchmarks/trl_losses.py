@@ -5,6 +5,7 @@
 needs the dependency group `bench`. `tests/test_losses_trl.py` holds ours against them. What a model
 would compute, log-probabilities, is drawn at random: everything after that is TRL's own code,
 `_generate_and_score_completions` and `_compute_loss` of `GRPOTrainer` and `RLOOTrainer`.
+`DPOTrainer` and `RewardTrainer` run small random models on pairs that they tokenize and pad.
 """
 
 from __future__ import annotations
@@ -20,8 +21,23 @@ import trl
 from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+)
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+)
 from trl.experimental.gkd.gkd_trainer import GKDTrainer
 
 LENGTHS = [5, 3, 7, 1, 6, 6, 2, 4]
@@ -68,17 +84,25 @@ def draw_inputs() -> dict[str, torch.Tensor]:
     return {name: values.float().double() for name, values in columns.items()}
 
 
-def save_model(directory: str) -> PreTrainedTokenizerFast:
-    """Save a model that no result depends on; return its tokenizer."""
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of 62 words and two special tokens."""
     words = {"<pad>": 0, "<eos>": 1, **{f"w{index}": index for index in range(2, 64)}}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")),
-        pad_token="<pad>",
-        eos_token="<eos>",
-    )
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def shape_of_model(**options: Any) -> Qwen2Config:
+    """Return the configuration of a model of one layer."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    Qwen2ForCausalLM(Qwen2Config(**sizes, **heads)).save_pretrained(directory)
+    return Qwen2Config(**sizes, **heads, pad_token_id=0, eos_token_id=1, **options)
+
+
+def save_model(directory: str) -> PreTrainedTokenizerFast:
+    """Save a model that no result depends on; return its tokenizer."""
+    tokenizer = build_tokenizer()
+    Qwen2ForCausalLM(shape_of_model()).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return tokenizer
 
@@ -194,6 +218,99 @@ def run_gkd(beta: float) -> dict[str, Any]:
     }
 
 
+PAIRS = [
+    {"prompt": "w2 w3 ", "chosen": "w4 w5 w6", "rejected": "w7"},
+    {"prompt": "w8 ", "chosen": "w9", "rejected": "w10 w11 w12 w13"},
+    {"prompt": "w14 w15 w16 ", "chosen": "w17 w18", "rejected": "w19 w20"},
+    {"prompt": "w21 w22 ", "chosen": "w23 w24 w25 w26", "rejected": "w27 w28 w29"},
+]
+
+
+class Recorder:
+    """Calls a model and keeps a part of what it returns, with its gradient.
+
+    Args:
+        model: The model.
+        name: Of the part.
+    """
+
+    def __init__(self, model: torch.nn.Module, name: str) -> None:
+        self._model, self._name = model, name
+        self.part = torch.empty(0)
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Return the outputs of the model."""
+        outputs = self._model(**inputs)
+        self.part = outputs[self._name]
+        if self.part.requires_grad:
+            self.part.retain_grad()
+        return outputs
+
+
+def open_pair_trainer(
+    kind: type, config: type, settings: dict[str, Any], **models: torch.nn.Module
+) -> Any:
+    """Return a trainer on `PAIRS`, and a batch of all of them, chosen rows first."""
+    with tempfile.TemporaryDirectory() as directory:
+        trainer = kind(
+            args=config(
+                output_dir=directory,
+                per_device_train_batch_size=len(PAIRS),
+                report_to=[],
+                use_cpu=True,
+                bf16=False,
+                **settings,
+            ),
+            train_dataset=Dataset.from_list(PAIRS),
+            processing_class=build_tokenizer(),
+            **models,
+        )
+        return trainer, next(iter(trainer.get_train_dataloader()))
+
+
+def run_dpo(beta: float) -> dict[str, Any]:
+    """Return loss, gradient and rewards of a DPO trainer, and the log-probabilities before them."""
+    torch.manual_seed(SEED)
+    policy, reference = (Qwen2ForCausalLM(shape_of_model(initializer_range=0.5)) for _ in range(2))
+    trainer, batch = open_pair_trainer(
+        DPOTrainer, DPOConfig, {"beta": beta}, model=policy, ref_model=reference
+    )
+    policy_calls = Recorder(trainer.model, "log_probs")
+    trainer.ref_model = reference_calls = Recorder(trainer.ref_model, "log_probs")
+    loss = trainer._compute_loss(policy_calls, batch, return_outputs=False)
+    loss.backward()
+    metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+    return {
+        "beta": beta,
+        "is_target": batch["completion_mask"][:, 1:].int().tolist(),
+        "logprobs": policy_calls.part.tolist(),
+        "reference_logprobs": reference_calls.part.tolist(),
+        "loss": loss.item(),
+        "gradient": policy_calls.part.grad.tolist(),
+        "rewards": {
+            name: metrics[f"rewards/{name}"][0]
+            for name in ("chosen", "rejected", "margins", "accuracies")
+        },
+    }
+
+
+def run_reward_model(center: float | None) -> dict[str, Any]:
+    """Return loss and gradient of a trainer of reward models, and the scores before them."""
+    torch.manual_seed(SEED)
+    model = Qwen2ForSequenceClassification(shape_of_model(initializer_range=0.5, num_labels=1))
+    settings = {"center_rewards_coefficient": center}
+    trainer, batch = open_pair_trainer(RewardTrainer, RewardConfig, settings, model=model)
+    calls = Recorder(model, "logits")
+    loss = trainer.compute_loss(calls, batch)
+    loss.backward()
+    return {
+        "center_rewards_coefficient": center,
+        "scores": calls.part.squeeze(1).tolist(),
+        "loss": loss.item(),
+        "gradient": calls.part.grad.squeeze(1).tolist(),
+    }
+
+
 def json_lines(value: Any, indent: str = "") -> str:
     """Return JSON with a line per entry of a mapping and per row of numbers."""
     inner = indent + " "
@@ -213,7 +330,7 @@ def main() -> None:
     results = {
         "origin": f"trl {trl.__version__}, GRPOTrainer._compute_loss and "
         "_generate_and_score_completions, RLOOTrainer._generate_and_score_completions, "
-        "GKDTrainer.generalized_jsd_loss",
+        "GKDTrainer.generalized_jsd_loss, DPOTrainer._compute_loss, RewardTrainer.compute_loss",
         "command": "python packages/rl-policy/benchmarks/trl_losses.py "
         "packages/rl-policy/tests/trl_losses.json",
         "lengths": LENGTHS,
@@ -223,6 +340,8 @@ def main() -> None:
         "grpo": {name: run_grpo(inputs, settings) for name, settings in CASES.items()},
         "rloo": run_rloo(inputs),
         "gkd": [run_gkd(beta) for beta in (0.0, 0.3, 1.0)],
+        "dpo": {str(beta): run_dpo(beta) for beta in (0.1, 0.5)},
+        "reward_model": {str(center): run_reward_model(center) for center in (None, 0.01)},
     }
     Path(sys.argv[1]).write_text(json_lines(results) + "\n")
 

@@ -161,9 +161,8 @@ def test_the_keys_of_the_loss_are_its_arguments():
         (["policy.generation=null"], "policy.generation is not set"),
         (["policy.generation.temperature=0"], "policy.generation.temperature=0"),
         (
-            ["policy.generation.max_new_tokens=32"],
-            "policy.generation.max_new_tokens=32 leaves no room for a prompt in "
-            "policy.max_total_sequence_length=32",
+            ["policy.generation.max_new_tokens=33"],
+            "policy.generation.max_new_tokens=33 is more than policy.max_total_sequence_length=32",
         ),
         (
             ["policy.dtensor_cfg.async_checkpoint=true"],

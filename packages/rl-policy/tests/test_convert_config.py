@@ -5,8 +5,11 @@ import yaml
 from rl_policy.cli import build_app
 from rl_policy.commands.convert_config import convert
 from rl_policy.config import load_run_config
+from rl_policy.recipes.async_rollouts import AsyncSection
+from rl_policy.recipes.distill import DistillSection, teacher_policy
 from rl_policy.recipes.dpo import DpoSection
 from rl_policy.recipes.grpo_config import GrpoSection, LossSection
+from rl_policy.recipes.reward_model import RmSection
 from rl_policy.recipes.sft import SftSection
 from typer.testing import CliRunner
 
@@ -198,6 +201,55 @@ policy:{POLICY}
 data: {{dataset_name: HelpSteer3, max_input_seq_length: 256}}
 cluster: {{gpus_per_node: 8, num_nodes: 1}}
 """
+REWARD_MODEL = f"""
+rm: {{max_num_epochs: 1, max_num_steps: -1, val_period: 16, val_batches: -1, seed: 3}}
+policy:{POLICY}
+  reward_model_cfg: {{enabled: true, reward_model_type: bradley_terry}}
+data:
+  dataset_name: BinaryPreferenceDataset
+  train_data_path: pairs.jsonl
+  val_data_paths: {{one: heldout.jsonl, two: more.jsonl}}
+  prompt_key: question
+  chosen_key: better
+  rejected_key: worse
+cluster: {{gpus_per_node: 1, num_nodes: 1}}
+"""
+# Its teacher is the policy but for some keys, which YAML merges.
+DISTILLATION = """
+distillation:
+  num_prompts_per_step: 64
+  num_generations_per_prompt: 1
+  max_rollout_turns: 1
+  max_num_steps: 500
+  max_num_epochs: 10
+  val_period: 20
+  max_val_samples: 32
+  topk_logits_k: 32
+  seed: 9
+loss_fn: {kl_type: mixed, mixed_kl_weight: 0.75, zero_outside_topk: false}
+policy: &policy
+  model_name: some/student
+  tokenizer: {name: "${..model_name}"}
+  train_global_batch_size: 64
+  train_micro_batch_size: 1
+  logprob_batch_size: 1
+  max_total_sequence_length: 256
+  precision: bfloat16
+  dtensor_cfg: &dtensor
+    {_v2: true, enabled: true, tensor_parallel_size: 2, context_parallel_size: 1}
+  optimizer: {name: torch.optim.AdamW, kwargs: {lr: 2.0e-5}}
+  generation:
+    backend: vllm
+    max_new_tokens: 128
+    vllm_cfg: {tensor_parallel_size: 1, max_model_len: "${...max_total_sequence_length}"}
+    colocated: {enabled: true}
+teacher:
+  <<: *policy
+  model_name: some/teacher
+  dtensor_cfg: {<<: *dtensor, tensor_parallel_size: 4}
+data: {train: {dataset_name: DeepScaler}, validation: {dataset_name: AIME2024}}
+cluster: {gpus_per_node: 8, num_nodes: 1}
+"""
 
 
 @pytest.fixture
@@ -321,6 +373,56 @@ def test_preferences(write, tmp_path):
     assert lost == {"dpo.sft_loss_weight", "dpo.max_num_epochs", "data"}
 
 
+def test_reward_models(write, tmp_path):
+    conversion = convert(write(REWARD_MODEL))
+    config = loaded(conversion, tmp_path)
+    assert (conversion.recipe, config.policy["head"], config.seed) == ("rm", "reward", 3)
+    assert config.section(RmSection).eval_every == 16
+    assert config.data.path == "pairs.jsonl"
+    assert config.data.heldout_path == ["heldout.jsonl", "more.jsonl"]
+    assert config.data.columns == {"prompt": "question", "chosen": "better", "rejected": "worse"}
+    # All epochs there, and no number of steps.
+    assert "set rm.steps" in fate_of(conversion, "rm.max_num_steps").text
+    lost = {each.key for each in conversion.fates if each.is_lost}
+    assert lost == {"rm.max_num_steps", "rm.max_num_epochs"}
+
+
+def test_distillation(write, tmp_path):
+    conversion = convert(write(DISTILLATION))
+    config = loaded(conversion, tmp_path)
+    distill = config.section(DistillSection)
+    assert (distill.teacher, distill.steps, distill.eval_every) == ("some/teacher", 500, 20)
+    assert (distill.top_k, distill.beta, distill.truncate_student) == (32, 0.25, True)
+    assert distill.teacher_policy == {"dtensor_cfg": {"tensor_parallel_size": 4}}
+    assert teacher_policy(config)["dtensor_cfg"]["tensor_parallel_size"] == 4
+    assert (config.data.num_heldout, config.seed) == (32, 9)
+    lost = {each.key for each in conversion.fates if each.is_lost}
+    assert lost == {"distillation.max_num_epochs", "loss_fn.kl_type"}
+
+
+@pytest.mark.parametrize(("kind", "beta"), [("forward", 0.0), ("reverse", 1.0)])
+def test_one_divergence_of_a_distillation_is_not_lost(write, tmp_path, kind, beta):
+    text = DISTILLATION.replace("kl_type: mixed", f"kl_type: {kind}")
+    conversion = convert(write(text.replace("per_step: 64", "per_step: 128")))
+    assert loaded(conversion, tmp_path).section(DistillSection).beta == beta
+    assert not fate_of(conversion, "loss_fn.kl_type").is_lost
+    steps = fate_of(conversion, "distillation.num_prompts_per_step")
+    assert "of policy.train_global_batch_size=64" in steps.text
+
+
+def test_asynchronous_rollouts(write, tmp_path):
+    text = GRPO.replace("{enabled: false, max_trajectory_age", "{enabled: true, max_trajectory_age")
+    text = text.replace("train_global_batch_size: 32", "train_global_batch_size: 16")
+    apart = "colocated: {enabled: false, resources: {gpus_per_node: 4, num_nodes: 1}}"
+    text = text.replace(
+        "colocated: {enabled: true, resources: {gpus_per_node: null, num_nodes: null}}", apart
+    )
+    conversion = convert(write(text))
+    # A step of 32 samples is two optimizer steps.
+    assert loaded(conversion, tmp_path).section(AsyncSection).max_staleness == 2
+    assert not fate_of(conversion, "grpo.async_grpo.enabled").is_lost
+
+
 NOT_HERE = [
     ("max_rollout_turns: 1", "max_rollout_turns: 4", "grpo.max_rollout_turns", "one turn"),
     ("{enabled: false, max_tra", "{enabled: true, max_tra", "grpo.async_grpo.enabled", "synchr"),
@@ -394,7 +496,7 @@ def test_the_command_writes_a_file_or_says_what_is_wrong(write, tmp_path, monkey
         "error: --out ours.yaml exists, and is not overwritten\n",
     )
     for text, message in [
-        ("distillation: {}\npolicy: {}\n", "has none of the sections grpo, sft, dpo alone"),
+        ("asft: {}\npolicy: {}\n", "none of the sections grpo, sft, dpo, rm, distillation alone"),
         ("defaults: absent.yaml\n", "cannot read"),
         ("defaults: given.yaml\n", "its defaults name itself"),
         ("grpo: {a: '${nothing.there}'}\n", "cannot read"),

@@ -11,6 +11,8 @@ import torch
 from rl_policy.losses import (
     STD_EPSILON,
     ClippedPGLoss,
+    DPOLoss,
+    PreferenceLoss,
     estimate_kl,
     group_relative_advantages,
     per_reward_advantages,
@@ -20,6 +22,8 @@ from rl_policy.losses import (
 TRL = json.loads((Path(__file__).parent / "trl_losses.json").read_text())
 # TRL computes advantages in float32, and all else here in float64.
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-7}
+# The models of pairs are float32.
+PAIR_TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 TRL_STD_EPSILON = 1e-4
 SEQUENCE = {"loss_type": "sequence_level"}
 BOUNDS = {"importance_floor": 0.8, "importance_cap": 1.25}
@@ -126,3 +130,51 @@ def test_leave_one_out_with_kl_in_the_reward_is_that_of_trl():
     )
     expected = torch.tensor(TRL["rloo"]["advantages"])
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+def interleaved(values):
+    """Return rows that TRL has as all chosen before all rejected in pairs, `[batch, ...]`."""
+    rows = torch.tensor(values)
+    return torch.stack(rows.chunk(2), dim=1).flatten(0, 1)
+
+
+@pytest.mark.parametrize("beta", TRL["dpo"])
+def test_loss_and_gradient_of_preferences_are_those_of_trl(beta):
+    case = TRL["dpo"][beta]
+    mask = interleaved(case["is_target"])
+
+    def behind_a_prompt(name):
+        # Beside the targets TRL has zeros, and a batch may have anything.
+        rows = torch.where(mask > 0, interleaved(case[name]), 7.0 if name == "logprobs" else 1.0)
+        return torch.nn.functional.pad(rows, (1, 0))
+
+    logprobs = behind_a_prompt("logprobs").requires_grad_()
+    batch = {
+        "token_mask": torch.nn.functional.pad(mask, (1, 0)),
+        "sample_mask": torch.ones(len(mask)),
+        "reference_logprobs": behind_a_prompt("reference_logprobs"),
+    }
+    loss, metrics = DPOLoss(beta=case["beta"])(
+        logprobs, batch, torch.tensor(len(mask)), batch["token_mask"].sum()
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(case["loss"], rel=1e-5)
+    expected = interleaved(case["gradient"]) * mask
+    torch.testing.assert_close(logprobs.grad[:, 1:], expected, **PAIR_TOLERANCE)
+    names = ("chosen_reward", "rejected_reward", "reward_margin", "pair_accuracy")
+    rewards = [case["rewards"][name] for name in ("chosen", "rejected", "margins", "accuracies")]
+    assert [float(metrics[name]) for name in names] == pytest.approx(rewards, rel=1e-5)
+    assert 0 < float(metrics["pair_accuracy"]) < 1
+
+
+@pytest.mark.parametrize("name", TRL["reward_model"])
+def test_loss_and_gradient_of_a_reward_model_are_those_of_trl(name):
+    case = TRL["reward_model"][name]
+    scores = interleaved(case["scores"]).requires_grad_()
+    batch = {"sample_mask": torch.ones(len(scores))}
+    loss, _ = PreferenceLoss(center_coef=case["center_rewards_coefficient"] or 0.0)(
+        scores, batch, torch.tensor(len(scores)), torch.tensor(1)
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(case["loss"], rel=1e-5)
+    torch.testing.assert_close(scores.grad, interleaved(case["gradient"]), **PAIR_TOLERANCE)

@@ -62,6 +62,8 @@ class OptimizerSettings:
     sgd_momentum: float
     is_distributed: bool
     """Whether its state is sharded over the data-parallel ranks."""
+    wants_precision_aware: bool
+    """Whether `use_precision_aware_optimizer` is set, whose update is taken without it."""
     max_grad_norm: float | None
     """Gradients are clipped to this norm."""
 
@@ -213,11 +215,6 @@ def _parse_data_parallel(
 ) -> DistributedDataParallelConfig:
     given = section["distributed_data_parallel_config"]
     path = f"{_PATH}.distributed_data_parallel_config"
-    if given["average_in_collective"]:
-        raise ValueError(
-            f"{path}.average_in_collective=True contradicts the loss normalisation: gradients are "
-            "summed over the ranks"
-        )
     if given["use_custom_fsdp"]:
         raise ValueError(
             f"{path}.use_custom_fsdp=True: this worker does not run Megatron's own FSDP; "
@@ -232,6 +229,8 @@ def _parse_data_parallel(
             f"{path}.overlap_param_gather=True needs {path}.overlap_grad_reduce=True and "
             f"{_PATH}.optimizer.use_distributed_optimizer=True"
         )
+    # Not `average_in_collective`: where a mean over ranks is taken changes nothing of a gradient
+    # that is a sum over ranks, of losses that were divided by the counts of all of them.
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=given["grad_reduce_in_fp32"],
         overlap_grad_reduce=given["overlap_grad_reduce"],
@@ -264,11 +263,10 @@ def _parse_optimizer(resolved: Section) -> OptimizerSettings:
             f"{_OPTIMIZER_PATH}.min_lr={given['min_lr']} must not be above lr={given['lr']}"
         )
     _check_precision(given, resolved["precision"])
-    if given["use_precision_aware_optimizer"]:
+    if given["use_precision_aware_optimizer"] and not given["use_distributed_optimizer"]:
         raise ValueError(
-            f"{_OPTIMIZER_PATH}.use_precision_aware_optimizer=True: its float32 weights are inside "
-            "Transformer Engine's optimizer, where Megatron-core does not update them when weights "
-            f"are loaded; set {_OPTIMIZER_PATH}.use_distributed_optimizer=True to save memory"
+            f"{_OPTIMIZER_PATH}.use_precision_aware_optimizer=True needs "
+            f"{_OPTIMIZER_PATH}.use_distributed_optimizer=True"
         )
     return OptimizerSettings(
         kind=given["optimizer"],
@@ -280,6 +278,7 @@ def _parse_optimizer(resolved: Section) -> OptimizerSettings:
         adam_eps=given["adam_eps"],
         sgd_momentum=given["sgd_momentum"],
         is_distributed=given["use_distributed_optimizer"],
+        wants_precision_aware=given["use_precision_aware_optimizer"],
         max_grad_norm=_max_grad_norm(given, resolved),
     )
 
@@ -375,8 +374,10 @@ def _from_torch(resolved: Section) -> tuple[Section, bool]:
 
 
 def _check_precision(given: Section, precision: str) -> None:
+    # The optimizer's own copy of the parameters is in float32 for every precision, and float32 is
+    # what the reference's examples say beside bfloat16.
     dtype = given.get("params_dtype", precision)
-    if dtype != precision:
+    if dtype not in (precision, "float32"):
         raise ValueError(
             f"{_OPTIMIZER_PATH}.params_dtype={dtype!r} contradicts policy.precision={precision!r}"
         )

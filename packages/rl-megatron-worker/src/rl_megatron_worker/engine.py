@@ -123,15 +123,12 @@ class MegatronEngine:
         check_device(parsed.layout, on_cuda=may_have_gpus())
         architecture = converter.architecture(hf_config)
         check_sizes(architecture, parsed.layout, recomputed_unit=parsed.model.recomputed_unit)
-        for key, is_asked in (
-            ("moe_router_replay", parsed.replays_routes),
-            ("freeze_moe_router", parsed.model.freezes_routers),
-        ):
-            if is_asked and "num_moe_experts" not in architecture.transformer:
-                raise ValueError(
-                    f"policy.megatron_cfg.{key}=True: {hf_config.model_type} models like "
-                    f"policy.model_name={parsed.model_name!r} have no experts"
-                )
+        # A router that is not there is frozen: examples for any model say `freeze_moe_router`.
+        if parsed.replays_routes and "num_moe_experts" not in architecture.transformer:
+            raise ValueError(
+                f"policy.megatron_cfg.moe_router_replay=True: {hf_config.model_type} models like "
+                f"policy.model_name={parsed.model_name!r} have no experts"
+            )
         return parsed.layout.for_driver
 
     # Forward and backward passes

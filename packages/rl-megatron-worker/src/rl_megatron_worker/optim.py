@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
     from rl_megatron_worker.config import OptimizerSettings, SchedulerSettings
     from rl_megatron_worker.runtime import Runtime
+
+logger = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -70,6 +73,12 @@ class Trainer:
             config.tensor_model_parallel_size * config.context_parallel_size
         )
         self._max_norm = optimizer.max_grad_norm
+        if optimizer.wants_precision_aware and dist.get_rank() == 0:
+            logger.warning(
+                "policy.megatron_cfg.optimizer.use_precision_aware_optimizer=True: the distributed "
+                "optimizer takes the same update, with its own float32 copy of the weights: inside "
+                "Transformer Engine's, Megatron-core would not update it when weights are loaded"
+            )
         with runtime.scope():
             self.optimizer = cast(
                 "ChainedOptimizer",

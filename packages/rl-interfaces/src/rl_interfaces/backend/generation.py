@@ -131,17 +131,20 @@ class SamplingConfig:
     def from_policy_config(cls, resolved: ResolvedConfig) -> SamplingConfig | None:
         """Parse the section `generation`; None if the policy does not generate.
 
+        A completion ends where its row has `max_total_sequence_length` tokens, so that
+        `max_new_tokens` may be as many: the reference's examples all say so.
+
         Raises:
-            ValueError: `max_new_tokens` leaves no room for a prompt.
+            ValueError: `max_new_tokens` is more than a row may have.
         """
         generation = resolved.get("generation")
         if generation is None:
             return None
         longest = resolved.get("max_total_sequence_length")
-        if longest is not None and generation["max_new_tokens"] >= longest:
+        if longest is not None and generation["max_new_tokens"] > longest:
             raise ValueError(
-                f"policy.generation.max_new_tokens={generation['max_new_tokens']} leaves no room "
-                f"for a prompt in policy.max_total_sequence_length={longest}"
+                f"policy.generation.max_new_tokens={generation['max_new_tokens']} is more than "
+                f"policy.max_total_sequence_length={longest}"
             )
         return cls(
             max_new_tokens=generation["max_new_tokens"],

@@ -103,7 +103,7 @@ class WorkerSettings:
         """Parse a resolved config.
 
         Raises:
-            ValueError: `max_new_tokens` leaves no room for a prompt.
+            ValueError: `max_new_tokens` is more than a row may have.
         """
         packing = resolved["sequence_packing"]
         return cls(

@@ -137,7 +137,7 @@ class MegatronOptimizerConfig(TypedDict):
     fp16: bool
     """Train in float16."""
     params_dtype: str
-    """Dtype of the parameters."""
+    """Dtype of the parameters: `policy.precision`, or `float32`, which the optimizer's copy has."""
     adam_beta1: Fraction
     """Adam's beta1."""
     adam_beta2: Fraction
@@ -149,7 +149,8 @@ class MegatronOptimizerConfig(TypedDict):
     use_distributed_optimizer: bool
     """Shard the optimizer state over data-parallel ranks."""
     use_precision_aware_optimizer: bool
-    """Keep optimizer state in lower precision; not supported by `rl-megatron-worker`."""
+    """Keep the float32 weights inside the optimizer; `rl-megatron-worker` takes the same update
+    with the distributed optimizer's."""
     clip_grad: NotNegative
     """Maximum gradient norm."""
 
@@ -183,7 +184,8 @@ class MegatronDDPConfig(TypedDict):
     overlap_param_gather: bool
     """Gather parameters during the forward pass."""
     average_in_collective: bool
-    """Average in the collective instead of before it."""
+    """Average in the collective instead of before it; without effect where gradients are sums, as
+    in `rl-megatron-worker`."""
     use_custom_fsdp: bool
     """Use Megatron's own fully sharded data parallelism."""
     data_parallel_sharding_strategy: str
@@ -200,7 +202,8 @@ class MegatronConfig(TypedDict):
     activation_checkpointing: bool
     """Recompute each layer's activations in the backward pass."""
     converter_type: str
-    """Name in the converter registry; `auto`: by the model's architecture."""
+    """Name in the converter registry, or of a class in transformers, as `Qwen2ForCausalLM`; `auto`:
+    by the model's architecture."""
     tensor_model_parallel_size: Count
     """Ranks over which each layer's matrices are sharded."""
     pipeline_model_parallel_size: Count

@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Protocol
 
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
 from rl_megatron_worker.convert.families import CONVERTERS
 
 if TYPE_CHECKING:
@@ -51,16 +53,17 @@ def converter_for(hf_config: PreTrainedConfig, converter_type: str = "auto") -> 
 
     Args:
         hf_config: The model's config.
-        converter_type: `policy.megatron_cfg.converter_type`: the name of a converter; "auto" is
-            the config's `model_type`.
+        converter_type: `policy.megatron_cfg.converter_type`: the name of a converter, or of the
+            class in transformers, as "Qwen2ForCausalLM"; "auto" is the config's `model_type`.
 
     Raises:
         ValueError: There is no such converter.
     """
     is_auto = converter_type == "auto"
     name = hf_config.model_type if is_auto else converter_type
-    if (converter := _find(name)) is not None:
-        return converter
+    for candidate in [name, *_model_types(name, hf_config.model_type)]:
+        if (converter := _find(candidate)) is not None:
+            return converter
     asked = (
         f"policy.model_name={hf_config.name_or_path!r} is a {name!r} model"
         if is_auto
@@ -71,6 +74,13 @@ def converter_for(hf_config: PreTrainedConfig, converter_type: str = "auto") -> 
         f"{', '.join(known_converters())}); register another one as an entry point of "
         f"{ENTRY_POINT_GROUP!r}"
     )
+
+
+def _model_types(class_name: str, own: str) -> list[str]:
+    """Return the types of the models of a class; several may share one, of which `own` is first."""
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+    types = [model_type for model_type, name in classes if name == class_name]
+    return sorted(types, key=lambda model_type: model_type != own)
 
 
 def _find(name: str) -> Converter | None:

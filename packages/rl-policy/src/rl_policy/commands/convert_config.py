@@ -33,9 +33,14 @@ _RESOLVERS: Mapping[str, Callable[..., Any]] = {
     "max": max,
     "min": min,
 }
-_RECIPES = ("grpo", "sft", "dpo")
+# The section that is NeMo RL's for a recipe of ours.
+_RECIPES = {"grpo": "grpo", "sft": "sft", "dpo": "dpo", "rm": "rm", "distillation": "distill"}
 _ALREADY, _LOST = "as here: ", "LOST: "
+# Keys that mean something together, which `_Writer.finish` sets.
 _CORRECTION = "loss_fn.use_importance_sampling_correction"
+_ASYNC, _AGE = "grpo.async_grpo.enabled", "grpo.async_grpo.max_trajectory_age_steps"
+_DIVERGENCE, _PROMPTS = "loss_fn.kl_type", "distillation.num_prompts_per_step"
+_TOGETHER = (_CORRECTION, _ASYNC, _AGE, _DIVERGENCE, "loss_fn.mixed_kl_weight", _PROMPTS)
 _TRACKERS = ("tensorboard", "wandb", "mlflow")
 # Datasets that NeMo RL knows by names of its own: their name on the hub, split and columns.
 _DATASETS = {
@@ -119,7 +124,8 @@ def convert(path: Path, overrides: list[str] | None = None) -> Conversion:
         )
     if not isinstance(source.get("policy"), Mapping):
         raise ValueError(f"{path} has no section policy")
-    writer = _Writer(recipe=found[0], source=source)
+    recipe = _RECIPES[found[0]]
+    writer = _Writer(section=found[0], source=source)
     for key, value in flatten(source).items():
         writer.convert(key, value)
     writer.finish()
@@ -127,12 +133,10 @@ def convert(path: Path, overrides: list[str] | None = None) -> Conversion:
     settings = merge_sections(settings, parse_overrides(overrides or []))
     problem = None
     try:
-        new_run_config(found[0], settings)
+        new_run_config(recipe, settings)
     except ValueError as error:
         problem = str(error)
-    return Conversion(
-        recipe=found[0], settings=settings, fates=tuple(writer.fates), problem=problem
-    )
+    return Conversion(recipe=recipe, settings=settings, fates=tuple(writer.fates), problem=problem)
 
 
 def _read(path: Path) -> Settings:
@@ -232,28 +236,36 @@ _RULES: Mapping[str, Mapping[str, Rule]] = {
     "grpo": {
         "grpo.num_prompts_per_step": "grpo.prompts_per_step",
         "grpo.num_generations_per_prompt": "grpo.samples_per_prompt",
-        "grpo.max_num_steps": "grpo.steps",
         "grpo.normalize_rewards": "grpo.divide_by_std",
         "grpo.use_leave_one_out_baseline": "grpo.leave_one_out",
-        "grpo.val_period": ("grpo.eval_every", lambda period: max(period, 1)),
         "grpo.max_val_samples": "data.num_heldout",
-        "grpo.seed": "seed",
-        "grpo.max_rollout_turns": _Kept((1, None), "a completion is one turn"),
+        "grpo.max_rollout_turns": _Kept(
+            (1, None), "a completion is one turn: set environment.function and .max_turns"
+        ),
         "grpo.overlong_filtering": _Kept((False, None), "truncated completions are trained on"),
-        "grpo.async_grpo.enabled": _Kept((False, None), "steps are synchronous"),
         "grpo.use_dynamic_sampling": _Kept((False, None), "set grpo.dynamic_sampling"),
         "grpo.skip_reference_policy_logprobs_calculation": _UNNEEDED,
         **{f"loss_fn.{key}": rule for key, rule in _LOSS.items()},
     },
-    "sft": {
-        "sft.max_num_steps": "sft.steps",
-        "sft.val_period": ("sft.eval_every", lambda period: max(period, 1)),
-        "sft.seed": "seed",
+    "sft": {},
+    "rm": {
+        "policy.reward_model_cfg.enabled": _UNNEEDED,
+        "policy.reward_model_cfg.reward_model_type": _Kept(
+            ("bradley_terry", None), "the loss is that of Bradley and Terry"
+        ),
+    },
+    "distillation": {
+        "distillation.topk_logits_k": "distill.top_k",
+        "distillation.max_val_samples": "data.num_heldout",
+        "distillation.num_generations_per_prompt": _Kept((1, None), "a prompt has one completion"),
+        "distillation.max_rollout_turns": _Kept((1, None), "a completion is one turn"),
+        "teacher.model_name": "distill.teacher",
+        "loss_fn.zero_outside_topk": (
+            "distill.truncate_student",
+            lambda keeps_the_rest: not keeps_the_rest,
+        ),
     },
     "dpo": {
-        "dpo.max_num_steps": "dpo.steps",
-        "dpo.val_period": ("dpo.eval_every", lambda period: max(period, 1)),
-        "dpo.seed": "seed",
         "dpo.reference_policy_kl_penalty": "dpo.beta",
         "dpo.preference_average_log_probs": _Kept((False, None), "log-probabilities are sums"),
         "dpo.sft_loss_weight": _Kept((0, None), "the loss is DPO's alone"),
@@ -286,6 +298,8 @@ _COMMON: Mapping[str, Rule] = {
     ),
     "policy.generation.backend": ("policy.generation.backend", lambda name: "vllm"),
 }
+# Of the policy's section, what a teacher that only scores has no use for.
+_OF_TRAINING = ("tokenizer", "generation", "optimizer", "scheduler", "max_grad_norm")
 # Sections without a counterpart, and what is lost with them.
 _SECTIONS: Mapping[str, str] = {
     "env.": "the reward is the answer itself, your function (set reward.function), or that of an "
@@ -303,28 +317,39 @@ class _Writer:
     """Collects the new settings and the fates of keys.
 
     Args:
-        recipe: The command.
+        section: That of the algorithm.
         source: The content of the file.
     """
 
-    def __init__(self, *, recipe: str, source: Settings) -> None:
+    def __init__(self, *, section: str, source: Settings) -> None:
         self.settings: dict[str, Any] = {}
         self.fates: list[Fate] = []
         self._source = source
-        every = {"max_num_epochs": _nothing("the number of steps alone ends a run"), **_VALIDATION}
+        self._section, recipe = section, _RECIPES[section]
+        every: dict[str, Rule] = {
+            "max_num_steps": f"{recipe}.steps",
+            "val_period": (f"{recipe}.eval_every", lambda period: max(period, 1)),
+            "seed": "seed",
+            "max_num_epochs": _nothing("the number of steps alone ends a run"),
+            **_VALIDATION,
+        }
         self._rules = {
             **_COMMON,
-            **_RULES[recipe],
-            **{f"{recipe}.{key}": rule for key, rule in every.items()},
+            **{f"{section}.{key}": rule for key, rule in every.items()},
+            **_RULES[section],
         }
-        self._has_engines = recipe == "grpo"
+        self._has_engines = recipe in ("grpo", "distill")
 
     def convert(self, key: str, value: Any) -> None:
         """Take one key."""
-        if key == _CORRECTION:
+        if key in _TOGETHER:
             return
-        if key in self._rules:
+        if key == f"{self._section}.max_num_steps" and isinstance(value, int) and value < 1:
+            self._drop(key, value, f"set {self._rules[key]}, which has no number for all epochs")
+        elif key in self._rules:
             self._by_rule(key, value, self._rules[key])
+        elif key.startswith("teacher."):
+            self._teacher_key(key, value)
         elif key.startswith("data."):
             self._note(key, "see data.path")
         elif sections := [name for name in _SECTIONS if key.startswith(name)]:
@@ -353,6 +378,8 @@ class _Writer:
         self._set_trackers()
         self._leave_room()
         self._set_correction()
+        self._set_async()
+        self._set_divergence()
         lora = "policy.dtensor_cfg.lora."
         if self.settings.get(f"{lora}enabled") is False:
             kept = {key: value for key, value in self.settings.items() if not key.startswith(lora)}
@@ -360,7 +387,7 @@ class _Writer:
 
     def _set_correction(self) -> None:
         """Set the correction of importance, which there is a switch and an optional bound."""
-        if "loss_fn" not in self._source:
+        if self._section != "grpo" or "loss_fn" not in self._source:
             return
         if not self._source["loss_fn"].get("use_importance_sampling_correction", False):
             self.settings["loss.importance_cap"] = None
@@ -369,6 +396,68 @@ class _Writer:
             self._note(_CORRECTION, "-> loss.importance_cap")
         else:
             self._note(_CORRECTION, f"{_LOST}weights are truncated, at loss.importance_cap")
+
+    def _set_async(self) -> None:
+        """Set the staleness, which there is counted in steps and here in optimizer steps."""
+        grpo = self._source.get("grpo") or {}
+        section = grpo.get("async_grpo") or {}
+        if not section:
+            return
+        age = section.get("max_trajectory_age_steps")
+        if not section.get("enabled") or not age:
+            self._drop(_ASYNC, section.get("enabled"), "")
+            self._drop(_AGE, age, "")
+        elif self._is_colocated():
+            self._drop(_ASYNC, True, "engines that share the policy's devices are synchronous")
+            self._drop(_AGE, age, "steps are synchronous")
+        else:
+            samples = grpo["num_prompts_per_step"] * grpo["num_generations_per_prompt"]
+            updates = max(1, samples // self._source["policy"]["train_global_batch_size"])
+            self.settings["async.max_staleness"] = age * updates
+            self._note(_ASYNC, "-> async.max_staleness")
+            self._note(_AGE, f"-> async.max_staleness={age * updates}, in optimizer steps")
+
+    def _set_divergence(self) -> None:
+        """Set the divergence of a distillation, and hold its steps against those of there."""
+        if self._section != "distillation":
+            return
+        loss = self._source.get("loss_fn") or {}
+        kind, weight = loss.get("kl_type", "forward"), loss.get("mixed_kl_weight")
+        betas = {"forward": 0.0, "reverse": 1.0}
+        if kind in betas:
+            self.settings["distill.beta"] = betas[kind]
+            self._note(_DIVERGENCE, f"-> distill.beta={betas[kind]}")
+            self._drop("loss_fn.mixed_kl_weight", weight, "")
+        else:
+            beta = 1.0 - (0.5 if weight is None else weight)
+            self.settings["distill.beta"] = beta
+            text = (
+                f"{_LOST}a mean of both divergences, for which distill.beta={beta} takes its place"
+            )
+            self._note(_DIVERGENCE, text)
+            self._note("loss_fn.mixed_kl_weight", f"-> distill.beta={beta}")
+        prompts = self._source["distillation"].get("num_prompts_per_step")
+        batch = self._source["policy"].get("train_global_batch_size")
+        differs = f"a step has one optimizer step, of policy.train_global_batch_size={batch}"
+        self._drop(_PROMPTS, prompts, "" if prompts in (None, batch) else differs)
+
+    def _teacher_key(self, key: str, value: Any) -> None:
+        """Take a key of the teacher, whose section there is a full one."""
+        parts = key.split(".")[1:]
+        same: Any = self._source["policy"]
+        for part in parts:
+            same = same.get(part) if isinstance(same, Mapping) else None
+        if same == value or parts[0] in _OF_TRAINING:
+            self._drop(key, value, "")
+        elif _hint_of(parts, PolicyConfig) is None:
+            self._drop(key, value, "" if _is_off(value) else "there is nothing like it")
+        else:
+            self._set(key, f"distill.teacher_policy.{'.'.join(parts)}", value)
+
+    def _is_colocated(self) -> bool:
+        """Return whether engines share the devices of the policy."""
+        generation = self._source["policy"].get("generation") or {}
+        return bool((generation.get("colocated") or {}).get("enabled", True))
 
     def _set_trackers(self) -> None:
         section = self._source.get("logger", {})
@@ -449,7 +538,12 @@ class _Writer:
         else:
             self.settings["data.path"] = str(name)
             is_own = "data_path" in train or "train_data_path" in train
-            columns = {"prompt": train.get("input_key"), "answer": train.get("output_key")}
+            columns = {
+                "prompt": train.get("input_key") or train.get("prompt_key"),
+                "answer": train.get("output_key"),
+                "chosen": train.get("chosen_key"),
+                "rejected": train.get("rejected_key"),
+            }
             known = {ours: theirs for ours, theirs in columns.items() if theirs}
             if known:
                 self.settings["data.columns"] = known
@@ -460,10 +554,12 @@ class _Writer:
                 else f"{_LOST}{name!r} is a name of NeMo RL's: set data.path and data.columns",
             )
         validation = _dataset(data, "validation")
-        heldout = validation.get("data_path") or data.get("val_data_path")
+        named = data.get("val_data_paths") or {}
+        heldout = validation.get("data_path") or data.get("val_data_path") or [*named.values()]
         if heldout:
-            self.settings["data.heldout_path"] = str(heldout)
-            self._note("data.validation", f"-> data.heldout_path={heldout}")
+            path = list(map(str, heldout)) if isinstance(heldout, list) else str(heldout)
+            self.settings["data.heldout_path"] = path
+            self._note("data.validation", f"-> data.heldout_path={path}")
         for key in ("prompt_file", "system_prompt_file"):
             if train.get(key):
                 self._note(f"data.{key}", f"{_LOST}a prompt is what the data has")
