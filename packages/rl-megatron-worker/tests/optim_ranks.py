@@ -33,6 +33,7 @@ def optimizer_settings(**overrides):
             "sgd_momentum": 0.9,
             "is_distributed": False,
             "max_grad_norm": MAX_NORM,
+            "wants_precision_aware": False,
         }
         | overrides
     )
