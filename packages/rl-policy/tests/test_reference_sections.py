@@ -13,6 +13,8 @@ from rl_interfaces.backend.generation import SamplingConfig
 from rl_megatron_worker.config import EngineConfig
 from rl_policy.backends import TrainingBackend
 
+pytestmark = pytest.mark.needs("rl-policy[all]")
+
 GENERATION = {
     "backend": "vllm",
     "max_new_tokens": 512,
