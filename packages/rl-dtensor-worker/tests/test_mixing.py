@@ -9,7 +9,7 @@ from oracle import LOGPROB_TOLERANCE, PARAMETER_TOLERANCE, load, plain_logprobs,
 from rl_dtensor_worker import attention, mixing
 from rl_dtensor_worker.attention import Heads, packed_attention_forward, sink_attention
 from rl_dtensor_worker.mixing import Way, take_attention, ways_of
-from test_parity import assert_equal_parameters
+from test_parity import assert_equal_parameters, assert_step_of_transformers
 from tiny_model import make_batch, make_config
 from torch.nn.functional import softmax
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -51,14 +51,7 @@ def test_packed_and_sharded_sequences_equal_plain_ones(pools, tmp_path, model_ty
         section=section,
         num_calls=1,
     )
-    order = results[0].order or list(range(4))
-    expected = plain_logprobs(load(path), batch)[order]
-    parameters, _, _ = plain_training(path, batch, global_batch_size=4, num_calls=1)
-    for result in results:
-        torch.testing.assert_close(
-            result.columns["logprobs"], expected, atol=LOGPROB_TOLERANCE, rtol=0
-        )
-        assert_equal_parameters(result.parameters, parameters, PARAMETER_TOLERANCE)
+    assert_step_of_transformers(results, path, batch)
 
 
 def test_a_backward_pass_that_repeats_a_forward_has_its_sequences(pools, tmp_path):

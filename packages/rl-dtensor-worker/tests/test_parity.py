@@ -113,6 +113,20 @@ def assert_equal_parameters(found, expected, tolerance):
     assert differences[worst] <= tolerance, (worst, differences[worst])
 
 
+def assert_step_of_transformers(results, path, batch):
+    """Hold log-probabilities, and the parameters after a step on the batch, of every rank."""
+    order = results[0].order or list(range(len(batch["input_ids"])))
+    expected = plain_logprobs(load(path), batch)[order]
+    parameters, _, _ = plain_training(
+        path, batch, global_batch_size=len(batch["input_ids"]), num_calls=1
+    )
+    for result in results:
+        torch.testing.assert_close(
+            result.columns["logprobs"], expected, atol=LOGPROB_TOLERANCE, rtol=0
+        )
+        assert_equal_parameters(result.parameters, parameters, PARAMETER_TOLERANCE)
+
+
 @pytest.mark.parametrize(("layout", "model", "batching"), PARAMETERS)
 def test_every_layout_equals_plain_transformers(pools, oracles, layout, model, batching):
     num_ranks, sizes = LAYOUTS[layout]

@@ -9,13 +9,12 @@ import pytest
 import torch
 import training_ranks
 from family_models import build_family
-from oracle import LOGPROB_TOLERANCE, PARAMETER_TOLERANCE, load, plain_logprobs, plain_training
 from rl_dtensor_worker.layout import ParallelContext, _report
 from rl_dtensor_worker.mixing import Way
 from rl_dtensor_worker.parallel.sequence import repeated_layers, run_edges, shard_in_layers
 from rl_dtensor_worker.parallel.structure import blocks_of
 from rl_dtensor_worker.parallel.styles import SequenceScope, TensorParallel, _has_tokens_of
-from test_parity import assert_equal_parameters
+from test_parity import assert_step_of_transformers
 from tiny_model import make_batch, make_config
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
@@ -234,11 +233,4 @@ def test_sharded_sequences_equal_full_ones(pools, tmp_path, case):
         section="sequence_packing" if packing else None,
         num_calls=1,
     )
-    order = results[0].order or list(range(4))
-    expected = plain_logprobs(load(path), batch)[order]
-    parameters, _, _ = plain_training(path, batch, global_batch_size=4, num_calls=1)
-    for result in results:
-        torch.testing.assert_close(
-            result.columns["logprobs"], expected, atol=LOGPROB_TOLERANCE, rtol=0
-        )
-        assert_equal_parameters(result.parameters, parameters, PARAMETER_TOLERANCE)
+    assert_step_of_transformers(results, path, batch)

@@ -34,6 +34,7 @@ from vllm_refits import (
     build_model,
     change,
     errors_by_version,
+    start_engine,
     wait_until_staged,
 )
 
@@ -226,21 +227,8 @@ def main():
     transport, ties, tensor_parallel_size, directory = sys.argv[1:]
     ranks = int(tensor_parallel_size)
     model = build_model(directory, tied=ties == "tied")
-    llm = vllm.LLM(
-        directory,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=64,
-        max_num_seqs=4,
-        kv_cache_memory_bytes=16 << 20,
-        tensor_parallel_size=ranks,
-        distributed_executor_backend="uni" if ranks == 1 else "mp",
-        skip_tokenizer_init=True,
-        enable_chunked_prefill=False,
-        logprobs_mode="processed_logprobs",
-        weight_transfer_config={"backend": "rl_refit"},
-        enable_lora=True,
-        max_lora_rank=RANK,
+    llm = start_engine(
+        directory, ranks, enable_chunked_prefill=False, enable_lora=True, max_lora_rank=RANK
     )
     on_workers(llm, start_adapters)
     assert worst_difference(llm, model) < SAME

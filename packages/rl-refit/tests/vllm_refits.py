@@ -304,11 +304,9 @@ def check_omissions(llm, model, transport, *, ranks):
         assert worst_difference(llm, model) < SAME
 
 
-def main():
-    transport, ties, tensor_parallel_size, directory = sys.argv[1:]
-    ranks = int(tensor_parallel_size)
-    model = build_model(directory, tied=ties == "tied")
-    llm = vllm.LLM(
+def start_engine(directory, ranks, **options):
+    """Start vLLM on a model's directory, over some ranks of tensor parallelism."""
+    return vllm.LLM(
         directory,
         dtype="float32",
         enforce_eager=True,
@@ -320,7 +318,15 @@ def main():
         skip_tokenizer_init=True,
         logprobs_mode="processed_logprobs",
         weight_transfer_config={"backend": "rl_refit"},
+        **options,
     )
+
+
+def main():
+    transport, ties, tensor_parallel_size, directory = sys.argv[1:]
+    ranks = int(tensor_parallel_size)
+    model = build_model(directory, tied=ties == "tied")
+    llm = start_engine(directory, ranks)
     assert worst_difference(llm, model) < SAME
     source = TensorSource(model.named_parameters())
     # A bucket holds one layer and not two, so that the buffers are filled again and again.

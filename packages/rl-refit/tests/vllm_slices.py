@@ -256,21 +256,9 @@ def main():
     model = AutoModelForCausalLM.from_config(CONFIGS[kind], dtype=torch.float32).eval()
     model.save_pretrained(directory)
     trainers = Trainers(directory, ranks)
-    import vllm  # not by the trainers, who import this module
+    from vllm_refits import start_engine  # imports vLLM, which no trainer needs
 
-    llm = vllm.LLM(
-        directory,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=64,
-        max_num_seqs=4,
-        kv_cache_memory_bytes=16 << 20,
-        tensor_parallel_size=ranks,
-        distributed_executor_backend="uni" if ranks == 1 else "mp",
-        skip_tokenizer_init=True,
-        logprobs_mode="processed_logprobs",
-        weight_transfer_config={"backend": "rl_refit"},
-    )
+    llm = start_engine(directory, ranks)
     llm.init_weight_transfer_engine(init_info(trainers.address))
     assert worst_difference(llm, model) < SAME
     check_refits(llm, trainers, model, ranks=ranks, versions=(1, 2))
