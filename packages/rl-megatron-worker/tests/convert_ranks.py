@@ -79,8 +79,20 @@ def load_and_gather(*, paths, layout, dtype=torch.float32, wire_dtype=torch.floa
         for path in paths:
             chunks, mappings, _ = load(path, runtime, ranks, dtype=dtype, ddp=ddp)
             weights = MegatronWeights(chunks, mappings, wire_dtype=wire_dtype, device=CPU)
-            gathered.append(passes_of(weights))
+            gathered.append(passes_of(weights) | {"shards": shards_of(weights)})
     return gathered
+
+
+def shards_of(weights):
+    """Return what this rank holds, each as a tensor of its own; or why it is not slices."""
+    try:
+        held = weights.shards()
+    except ValueError as error:
+        return str(error)
+    return {
+        name: [each._replace(data=each.data.clone()) for each in shards]
+        for name, shards in held.items()
+    }
 
 
 def passes_of(weights):

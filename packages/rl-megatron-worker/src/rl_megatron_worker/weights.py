@@ -22,6 +22,7 @@ from rl_interfaces.backend.transfer import (
     check_names,
     overlap_gathers,
 )
+from rl_refit.resharding import Box, Shard
 from rl_refit.source import WeightMeta, block_of
 
 from rl_megatron_worker.model.load import held_parameters, place_of
@@ -69,13 +70,13 @@ class MegatronWeights(LayeredSource):
         self._scope = scope
         self._groups = ProcessGroupCollection.use_mpu_process_groups(_GROUPS)
         # A tied output layer is exported once, under the embedding's name.
-        exported = [mapping for mapping in mappings if not mapping.is_copy]
+        self._exported = [mapping for mapping in mappings if not mapping.is_copy]
         # Several parameters have one tensor where it stacks experts.
         self._mappings_of: dict[str, list[Mapping]] = {}
-        for each in exported:
+        for each in self._exported:
             for name in each.sources:
                 self._mappings_of.setdefault(name, []).append(each)
-        experts = [each.expert for each in exported if each.expert is not None]
+        experts = [each.expert for each in self._exported if each.expert is not None]
         self._num_experts = max(experts) + 1 if experts else 0
 
     def metadata(self) -> list[WeightMeta]:
@@ -95,6 +96,21 @@ class MegatronWeights(LayeredSource):
             yield from overlap_gathers(
                 self._start(list(layer), stage, held) for (_, stage), layer in layers
             )
+
+    def shards(self) -> dict[str, list[Shard]]:
+        """Return what this rank holds of each tensor, see `GatheredSource.shards`."""
+        found: dict[str, list[Shard]] = {}
+        held = self._held()
+        for mapping in self._exported:
+            if mapping.names[0] in held:
+                parameter = held[mapping.names[0]].detach()
+                group = self._groups.tp if mapping.expert is None else self._groups.expt_tp
+                slices = mapping.slices(parameter, rank=group.rank(), size=group.size())
+                for source, offset, data in slices:
+                    box = Box(offset, tuple(data.shape))
+                    shard = Shard(mapping.sources[source], box, data)
+                    found.setdefault(source, []).append(shard)
+        return found
 
     def _start(self, names: list[str], stage: int, held: dict[str, torch.Tensor]) -> _LayerGather:
         """Start to gather tensors of one pipeline stage."""
@@ -143,8 +159,7 @@ class MegatronWeights(LayeredSource):
         held = held_parameters(self._chunks)
         return {
             mapping.names[0]: held[name]
-            for mappings in self._mappings_of.values()
-            for mapping in mappings
+            for mapping in self._exported
             for name in mapping.names
             if name in held
         }

@@ -16,6 +16,7 @@ from rl_refit import RefitSender, block_fp8
 from rl_refit.compat.broadcast import BroadcastGroup
 from rl_refit.compat.handles import HandleOwner
 from rl_refit.protocol.endpoint import address_towards
+from rl_refit.resharding import Shard
 from rl_refit.source import BlockwiseSource, WeightMeta, WeightSource
 
 from rl_interfaces.weights import DeviceHandles
@@ -26,6 +27,17 @@ class GatheredSource(WeightSource, Protocol):
 
     def gather(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and full tensor of each of `names`. Collective."""
+        ...
+
+    def shards(self) -> Mapping[str, Shard | Sequence[Shard]]:
+        """Return what this rank holds of each tensor, in the dtype of the parameter.
+
+        They are views of the parameters, for a `rl_refit.resharding.ReshardSender`.
+
+        Raises:
+            ValueError: This rank does not hold the tensors that are sent, but others that they are
+                computed from.
+        """
         ...
 
     def quantized(self, names: Collection[str]) -> GatheredSource:
@@ -59,6 +71,12 @@ class LayeredSource(BlockwiseSource):
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and full tensor in the order of `metadata`. Collective."""
         return self.gather(meta.name for meta in self.metadata())
+
+    def shards(self) -> Mapping[str, Shard | Sequence[Shard]]:
+        """See `GatheredSource.shards`; by default there are none."""
+        raise ValueError(
+            f"{type(self).__name__} has no shards to send in slices: send full tensors"
+        )
 
     def quantized(self, names: Collection[str]) -> LayeredSource:
         """See `GatheredSource.quantized`. A tensor is quantised when it has been gathered."""

@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from collections.abc import Mapping as Map
 
     import torch
@@ -35,6 +36,17 @@ class Piece(NamedTuple):
     def length(self) -> int:
         """Number of rows."""
         return self.stop - self.start
+
+
+class HeldSlice(NamedTuple):
+    """The slice of a Hugging Face tensor that some rows of a rank's shard are."""
+
+    source: str
+    """Name of the tensor."""
+    offset: Shape
+    """Of the slice's first element in the full tensor."""
+    data: torch.Tensor
+    """A view of the shard, of the slice's shape."""
 
 
 class ReadSlice(Protocol):
@@ -116,12 +128,27 @@ class Mapping:
         self, shard: torch.Tensor, into: Map[str, torch.Tensor], *, rank: int, size: int
     ) -> None:
         """Copy a rank's `shard` into its slices of the full tensors in `into`."""
+        for source, offset, data in self.slices(shard, rank=rank, size=size):
+            # A caller may ask for one of the tensors of a fused parameter.
+            if source in into:
+                target = into[source]
+                for dim, (start, length) in enumerate(zip(offset, data.shape, strict=True)):
+                    target = target.narrow(dim, start, length)
+                target.copy_(data)
+
+    def slices(self, shard: torch.Tensor, *, rank: int, size: int) -> Iterator[HeldSlice]:
+        """Yield the slices that a rank's `shard` consists of, without its padding.
+
+        Raises:
+            ValueError: It does not consist of slices, see `StackedExpert`.
+        """
         offset = 0
         for piece in self.pieces(rank=rank, size=size, length=shard.shape[self.piece_dim]):
-            # Padding has no source; a caller may ask for one of the tensors of a fused parameter.
-            if piece.source is not None and piece.source in into:
-                target = into[piece.source].narrow(self.piece_dim, piece.start, piece.length)
-                target.copy_(shard.narrow(self.piece_dim, offset, piece.length))
+            if piece.source is not None:
+                start = [0] * shard.ndim
+                start[self.piece_dim] = piece.start
+                data = shard.narrow(self.piece_dim, offset, piece.length)
+                yield HeldSlice(piece.source, tuple(start), data)
             offset += piece.length
 
 
@@ -269,6 +296,26 @@ class StackedExpert(Mapping):
             assert self.expert is not None
             target = self._of_rank(into[name][self.expert], rank=rank, size=size)
             target.copy_(self._in_order(shard))
+
+    def slices(self, shard: torch.Tensor, *, rank: int, size: int) -> Iterator[HeldSlice]:
+        """See `Mapping.slices`.
+
+        Raises:
+            ValueError: Gate and up are interleaved: a rank has every second column of each.
+        """
+        (name,) = self.sources
+        assert self.expert is not None
+        if self.interleaved:
+            raise ValueError(
+                f"{name} has interleaved gate and up columns, of which a rank's shard is no slice: "
+                "send full tensors"
+            )
+        own = shard.mT if shard.ndim == 2 else shard
+        start = [0] * shard.ndim
+        if self.dim is not None:
+            # Matrices are transposed.
+            start[shard.ndim - 1 - self.dim] = rank * shard.shape[self.dim]
+        yield HeldSlice(name, (self.expert, *start), own[None])
 
     def _of_rank(self, stacked: torch.Tensor, *, rank: int, size: int) -> torch.Tensor:
         """Return a view of the rank's share of this expert's tensor, as `_in_order` has it."""

@@ -57,6 +57,9 @@ class Want(NamedTuple):
     """The place, of the box's shape: a view into the engine's parameter, whose dtype is sent."""
 
 
+Held = Mapping[str, Shard | Sequence[Shard]]
+"""What a rank holds of each tensor, by name: one shard, or several disjoint ones."""
+
 Wanted = Sequence[Want] | Callable[[list[WeightMeta]], Sequence[Want]]
 
 Slices = list[tuple[str, tuple[int, ...], Box, str]]
@@ -98,7 +101,8 @@ class Exchange:
     """One rank's side of a resharding. Collective to construct.
 
     Args:
-        held: What this rank holds, by the names that `wanted` uses; see `local_shards`.
+        held: What this rank holds, by the names that `wanted` uses; see `local_shards`. A fused
+            parameter has several shards of each of its tensors.
         wanted: What this rank consumes, or a function that returns it, given name, dtype and shape
             of all that is held. A box that is wanted in several places is sent once.
         group: The trainers and the engines; None: the default group. It may be one of torch's
@@ -116,7 +120,7 @@ class Exchange:
 
     def __init__(
         self,
-        held: Mapping[str, Shard] | None = None,
+        held: Held | None = None,
         wanted: Wanted = (),
         *,
         group: dist.ProcessGroup | Backend | None = None,
@@ -128,7 +132,7 @@ class Exchange:
         self._backend: Backend | None = _backend_of(group, self._device)
         del group  # the traceback of an error has this frame
         self._rank = self._group.rank()
-        self._held = dict(held or {})
+        self._held = _listed(held or {})
         self.weights = WeightVersion(self._rank)
         self._has_failed = False
         self._wanted: list[Want] = []
@@ -143,18 +147,20 @@ class Exchange:
             (pieces.sender == self._rank) | (pieces.receiver == self._rank)
         ).tolist()
 
-    def hold(self, held: Mapping[str, Shard]) -> None:
+    def hold(self, held: Held) -> None:
         """Send from these shards from now on, as after the trainer's tensors have moved.
 
         Raises:
             ValueError: Their names, shapes and boxes are not those that this rank has held.
         """
-        for name in self._held.keys() | held.keys():
-            places = [each[name][:2] if name in each else None for each in (self._held, held)]
-            if places[0] != places[1]:
-                raise ValueError(f"{name}: this rank held {places[0]} and now {places[1]}")
-            _check_shape(name, held[name])
-        self._held = dict(held)
+        listed = _listed(held)
+        for name in self._held.keys() | listed.keys():
+            before, now = (
+                [shard[:2] for shard in each.get(name, [])] for each in (self._held, listed)
+            )
+            if before != now:
+                raise ValueError(f"{name}: this rank held {before} and now {now}")
+        self._held = listed
 
     def begin(self, version: int) -> None:
         """Open a refit; see `WeightVersion.begin`."""
@@ -291,7 +297,8 @@ class Exchange:
         """Copy slices into a message in the wire dtype; add their digests to `sums`."""
         for index, room in zip(indices, self._split(indices, message), strict=True):
             spec, box = self._spec(index), self.plan.box(index)
-            shard = self._held[spec.name]
+            # A piece is of one box that is held.
+            shard = next(each for each in self._held[spec.name] if each.box.contains(box))
             # The copy casts, so that a narrower wire dtype means fewer bytes.
             room.copy_(box.relative_to(shard.box).view_of(shard.data))
             key = int(self.plan.pieces.receiver[index]), int(self.plan.pieces.tensor[index])
@@ -399,10 +406,12 @@ class Exchange:
         return plan
 
     def _gather_held(self, deadline: Deadline) -> list[Slices]:
-        for name, shard in self._held.items():
-            _check_shape(name, shard)
         return self._gather_slices(
-            [(name, each.shape, each.box, each.data.dtype) for name, each in self._held.items()],
+            [
+                (name, each.shape, each.box, each.data.dtype)
+                for name, shards in self._held.items()
+                for each in shards
+            ],
             deadline,
         )
 
@@ -465,9 +474,17 @@ def _backend_of(group: dist.ProcessGroup | Backend | None, device: torch.device)
     return known._get_backend(device)
 
 
-def _check_shape(name: str, shard: Shard) -> None:
-    if tuple(shard.data.shape) != shard.box.shape:
-        raise ValueError(f"{name}: the shard {shard.box} has the shape {list(shard.data.shape)}")
+def _listed(held: Held) -> dict[str, list[Shard]]:
+    """Return the shards of each tensor, or raise `ValueError` if one has not its box's shape."""
+    listed = {
+        name: [shards] if isinstance(shards, Shard) else list(shards)
+        for name, shards in held.items()
+    }
+    for name, shards in listed.items():
+        for box, data in ((each.box, each.data) for each in shards):
+            if tuple(data.shape) != box.shape:
+                raise ValueError(f"{name}: the shard {box} has the shape {list(data.shape)}")
+    return listed
 
 
 def _metadata(held: Sequence[Slices]) -> list[WeightMeta]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import datetime
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,8 +35,7 @@ from rl_refit.errors import RefitError
 from rl_refit.protocol.channel import Channel, ChannelClosed, Filled
 from rl_refit.protocol.waiting import Closing, Deadline, run_bounded
 from rl_refit.report import RefitReport
-from rl_refit.resharding.exchange import Exchange, ExchangeReport, Wanted
-from rl_refit.resharding.layouts import Shard
+from rl_refit.resharding.exchange import Exchange, ExchangeReport, Held, Wanted
 from rl_refit.sender import RefitSender
 from rl_refit.source import WeightMeta
 from rl_refit.transports.collective import (
@@ -54,7 +53,7 @@ _BYTES = 1024
 _MARGIN_S = 5.0
 """Waits for another member may take so much longer than its own, so that its error comes first."""
 
-Shards = Callable[[], Mapping[str, Shard]]
+Shards = Callable[[], Held]
 
 
 class ReshardSender(Closing):
@@ -346,7 +345,7 @@ class SliceMember(Closing):
         rank: int,
         version: int,
         *,
-        held: Mapping[str, Shard] | None = None,
+        held: Held | None = None,
         wanted: Wanted = (),
         watch: Callable[[], None] = lambda: None,
     ) -> ExchangeReport:
@@ -386,7 +385,7 @@ class SliceMember(Closing):
         self,
         invitation: Invitation,
         rank: int,
-        held: Mapping[str, Shard],
+        held: Held,
         wanted: Wanted,
         watch: Callable[[], None],
     ) -> Exchange:
