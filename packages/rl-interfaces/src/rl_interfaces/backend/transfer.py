@@ -74,9 +74,7 @@ class LayeredSource(BlockwiseSource):
 
     def shards(self) -> Mapping[str, Shard | Sequence[Shard]]:
         """See `GatheredSource.shards`; by default there are none."""
-        raise ValueError(
-            f"{type(self).__name__} has no shards to send in slices: send full tensors"
-        )
+        raise ValueError(f"{type(self).__name__} has no shards: send full tensors")
 
     def quantized(self, names: Collection[str]) -> LayeredSource:
         """See `GatheredSource.quantized`. A tensor is quantised when it has been gathered."""
