@@ -28,7 +28,7 @@ class LargestAllocation(dispatch.TorchDispatchMode):
         return out
 
 
-def send(*, path, layout, num_engines, address):
+def send(*, path, layout, num_engines, address, limit_s=LIMIT_S):
     """Send a model, and after a change once more; return what this rank has sent and made."""
     with job(**layout) as (runtime, ranks):
         chunks, mappings, _ = load(path, runtime, ranks)
@@ -38,7 +38,7 @@ def send(*, path, layout, num_engines, address):
             weights.shards,
             num_receivers=num_engines,
             trainers=dist.group.WORLD,
-            timeout_s=LIMIT_S,
+            timeout_s=limit_s,
         ) as sender:
             if dist.get_rank() == 0:
                 _publish(Path(address), sender.address)

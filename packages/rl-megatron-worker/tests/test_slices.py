@@ -1,9 +1,13 @@
 """Megatron's shards to engines, without a full gather."""
 
 import json
+import os
+import subprocess
+import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import slices_ranks
@@ -14,6 +18,8 @@ from rl_refit.resharding import ParallelLayout, SliceReceiver, Want
 from safetensors.torch import load_file
 from slices_ranks import LIMIT_S
 from tiny_models import build_tiny
+
+ENGINE_LIMIT_S = 200.0  # starting one takes most of it beside other work
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -26,6 +32,22 @@ CASES = {
     "pp2 to tp2": (2, PP2, "qwen3_moe", 2, torch.bfloat16),
     "ep2 to tp4": (2, EP2, "qwen3_moe", 4, torch.float32),
     "tp2 pp2 ep2 to tp2": (4, SEQUENCE | PP2 | EP2, "qwen3_moe", 2, torch.bfloat16),
+}
+
+# What vLLM's kernels for the CPU take, and a vocabulary that it pads.
+SIZES = {
+    "vocab_size": 130,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+EXPERTS = SIZES | {"head_dim": 32, "moe_intermediate_size": 64}
+INTO_VLLM = {
+    "tp2": (2, TP2, "qwen2", SIZES),
+    "tp2 pp2 ep2": (4, SEQUENCE | PP2 | EP2, "qwen3_moe", EXPERTS),
 }
 
 
@@ -60,9 +82,12 @@ class Engine:
         return reports
 
 
-def wait_for(path):
+def wait_for(path, sending=None):
+    """Return the trainers' address, or raise what they have raised."""
     end = time.monotonic() + LIMIT_S
     while not path.exists():
+        if sending is not None and sending.done():
+            sending.result()
         assert time.monotonic() < end, "the trainers did not start"
         time.sleep(0.02)
     return json.loads(path.read_text())
@@ -96,3 +121,49 @@ def test_engines_get_their_slices_bit_for_bit(pools, tmp_path, case):
     for name, tensor in expected.items():
         layers[layer_of(name)] += tensor.nbytes
     assert max(rank["largest"] for rank in sent) <= max(layers.values())
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.needs("rl-policy[all]")
+@pytest.mark.parametrize("case", INTO_VLLM)
+def test_a_real_engine_follows_megatron_ranks_by_slices(pools, tmp_path, case):
+    pytest.importorskip("vllm")
+    num_ranks, layout, kind, sizes = INTO_VLLM[case]
+    trainer, engine = (
+        build_tiny(tmp_path / f"seed{seed}", kind, seed=seed, **sizes) for seed in range(2)
+    )
+    address = tmp_path / "address"
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(
+            pools(num_ranks).run,
+            slices_ranks.send,
+            path=trainer,
+            layout=layout,
+            num_engines=1,
+            address=str(address),
+            limit_s=ENGINE_LIMIT_S,
+        )
+        wait_for(address, sending)
+        done = run_vllm(engine, trainer, str(address))
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+        assert "all refits are as they should be" in done.stdout
+        sending.result(LIMIT_S)
+
+
+def run_vllm(*arguments):
+    environment = {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("vllm_of_slices.py")), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=ENGINE_LIMIT_S,
+        check=False,
+    )
