@@ -7,7 +7,7 @@ from rl_refit import PoisonedError, RefitError, RefitSender, TensorSource
 from rl_refit.adapters import DOWN, UP
 from rl_refit.plan import ALIGNMENT, RefitPlan
 
-TRANSPORTS = ("shm", "golden", "collective")
+TRANSPORTS = ("shm", "golden", "collective", "chain")
 RANK = 2
 LAYERS = [f"model.layers.{index}.mlp.{end}" for index in range(4) for end in ("up", "down")]
 

@@ -38,6 +38,11 @@ class TestCollective(TransportConformance):
     groups = WITHOUT_DRILLS
 
 
+class TestChain(TransportConformance):
+    pair = RefitPair("chain")
+    groups = WITHOUT_DRILLS
+
+
 @pytest.fixture(scope="class")
 def third_party(tmp_path_factory):
     """Install a package whose entry point names a transport."""

@@ -31,7 +31,7 @@ from rl_refit.transports import SendingSide
 
 pytestmark = pytest.mark.needs("rl-refit[testing]")
 
-TRANSPORTS = ("shm", "golden", "collective")
+TRANSPORTS = ("shm", "golden", "collective", "chain")
 
 
 def bits(*values):

@@ -15,7 +15,7 @@ from rl_refit import (
     TensorSource,
 )
 
-TRANSPORTS = ["shm", "golden", "collective"]
+TRANSPORTS = ["shm", "golden", "collective", "chain"]
 every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
