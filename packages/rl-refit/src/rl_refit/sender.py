@@ -239,18 +239,23 @@ class RefitSender(Closing):
             self._sent_version = None
             self._disconnect(error)
             raise
+        # Over TCP a message to one that is gone is sent without an error.
+        for rank in gone:
+            self._commit_without(rank, version, "its connection has ended")
         for rank, channel in list(channels.items()):
             try:
                 channel.send(Commit(version), Deadline(self._timeout_s))
             except ChannelClosed as error:
                 # It cannot be taken back: others may have committed already.
                 gone.append(rank)
-                reason = self._members.dropped[rank] = f"the receiver is gone: {error}"
-                logger.warning(
-                    "version %d is committed without receiver %d: %s", version, rank, reason
-                )
-                channels.pop(rank).close()
+                self._commit_without(rank, version, str(error))
                 self._members.require_enough(version, channels, gone)
+
+    def _commit_without(self, rank: int, version: int, why: str) -> None:
+        assert self._connections is not None
+        reason = self._members.dropped[rank] = f"the receiver is gone: {why}"
+        logger.warning("version %d is committed without receiver %d: %s", version, rank, reason)
+        self._connections.channels.pop(rank).close()
 
     def close(self) -> None:
         """Release connections, buffers and the endpoint. May be called again."""
