@@ -1,13 +1,16 @@
 """The transport `chain`: who sends which bytes, and how a lost receiver is passed over."""
 
+import hmac
 import socket
+import threading
 import time
 
+import msgspec
 import pytest
 import torch
 from rl_refit.protocol.waiting import Deadline
 from rl_refit.testing.pair import RefitPair, World, some_tensors
-from rl_refit.transports import ReceiverContext, SenderContext, chain
+from rl_refit.transports import ReceiverContext, SenderContext, chain, relay
 
 LIMIT_S = 20.0
 NBYTES = 3 << 20
@@ -86,6 +89,11 @@ def assert_served(members, expected):
     wait_until(lambda: members.served() == expected)
 
 
+def ask(sock, request):
+    relay._send_frame(sock, msgspec.msgpack.encode(request))
+    relay._receive_exactly(sock, 1)
+
+
 def wait_until(condition):
     end = time.monotonic() + LIMIT_S
     while not condition():
@@ -162,8 +170,8 @@ def test_a_receiver_that_is_busy_with_its_load_passes_buckets_on(chain_of):
 
 
 def test_a_silent_relay_is_passed_over_and_asked_again_later(chain_of, monkeypatch):
-    monkeypatch.setattr(chain, "STALL_S", 0.5)
-    monkeypatch.setattr(chain, "AVOID_S", 1.0)
+    monkeypatch.setattr(relay, "STALL_S", 0.5)
+    monkeypatch.setattr(relay, "AVOID_S", 1.0)
     members = chain_of(2)
     server = members.receivers[0]._server
     kept, server._fetch = server._fetch, lambda pull: False
@@ -193,24 +201,22 @@ def test_a_stranger_gets_nothing(chain_of):
     members = chain_of(1)
     members.publish(0)
     for key, request in [
-        (b"0" * 32, chain.Pull(0, 0, 0, NBYTES)),
-        (members.sender._key, chain.Pull(0, 0, 0, NBYTES + 1)),
+        (b"0" * 32, relay.Pull(0, 0, 0, NBYTES)),
+        (members.sender._key, relay.Pull(0, 0, 0, NBYTES + 1)),
     ]:
         with socket.create_connection(members.sender._server.address, LIMIT_S) as sock:
-            nonce = chain._receive_exactly(sock, 32)
-            sock.sendall(chain.hmac.digest(key, nonce, "sha256"))
+            nonce = relay._receive_exactly(sock, 32)
+            sock.sendall(hmac.digest(key, nonce, "sha256"))
             with pytest.raises(ConnectionError):
-                chain._send_frame(sock, chain.msgspec.msgpack.encode(request))
-                chain._receive_exactly(sock, 1)
+                ask(sock, request)
     assert_served(members, [0, 0])
 
 
-def test_frames_larger_than_the_sockets_buffers_arrive(chain_of):
+def test_frames_larger_than_the_sockets_buffers_arrive():
     left, right = socket.socketpair()
     data = bytes(range(256)) * (1 << 14)
-    with left, right, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chain, "_MOST_REQUEST_BYTES", len(data))
-        thread = chain.threading.Thread(target=chain._send_frame, args=(left, data))
+    with left, right:
+        thread = threading.Thread(target=relay._send_frame, args=(left, data))
         thread.start()
-        assert chain._receive_exactly(right, chain._receive_length(right)) == data
+        assert relay._receive_exactly(right, relay._receive_length(right)) == data
         thread.join(LIMIT_S)

@@ -5,37 +5,17 @@
 The sender sends each byte once however many receivers there are, and every receiver at most once.
 A receiver asks the one before it for a bucket. If that one is gone, or silent for `STALL_S`, it
 asks the one before that, from the byte on that it has reached, and at last the sender, which keeps
-each bucket until all have loaded it. So a refit goes on whoever is lost.
-
-A receiver tells the sender its address, and asks it for those of others. On each connection:
-
-    server   nonce                                      32 bytes
-    client   HMAC(key, nonce)                           32 bytes
-    client   a request, in a frame
-    server   its answer, in frames; an empty frame says that the server is alive and has to wait
-
-A frame is `length (4 bytes), bytes`. The key comes with the grant, so that strangers get nothing;
-the bytes are neither encrypted nor signed: the network between the members must be trusted.
+each bucket until all have loaded it. So a refit goes on whoever is lost. Connections: `relay`.
 """
 
 from __future__ import annotations
 
-import hmac
-import logging
-import queue
 import secrets
-import socket
-import struct
-import threading
-import time
-from collections.abc import Callable
-from contextlib import suppress
 
 import msgspec
 import torch
 
-from rl_refit.errors import RefitError
-from rl_refit.protocol.waiting import Closing, Deadline
+from rl_refit.protocol.waiting import Deadline
 from rl_refit.transports import (
     Grant,
     ReceiverContext,
@@ -44,77 +24,16 @@ from rl_refit.transports import (
     SendingSide,
     Transport,
 )
-
-logger = logging.getLogger(__name__)
-
-STALL_S = 2.0
-"""A peer that says nothing for so long is passed over."""
-
-AVOID_S = 10.0
-"""For so long; then it is asked again."""
-
-_ALIVE_S = 0.25
-"""Between two frames of a server that has to wait."""
-
-_HANDSHAKE_S = 5.0
-_CLOSE_S = 2.0
-_NO_ROOM_PAUSE_S = 0.01
-_KEY_BYTES = 32
-_MOST_REQUEST_BYTES = 4096
-_LENGTH = struct.Struct("!I")
-_MOST_FRAME_BYTES = 1 << 30
-_SENDER = -1
-"""The sender's position in the chain."""
-
-
-class ChainGrant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a receiver needs to take its place.
-
-    Attributes:
-        host: The sender's address.
-        port: Its port.
-        key: Shared by all members, in hexadecimal digits.
-        position: In the chain, from 0.
-    """
-
-    host: str
-    port: int
-    key: str
-    position: int
-
-
-class Pull(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Asks for the bytes `start:nbytes` of a bucket.
-
-    Attributes:
-        serial: The number of buckets before it, over all refits of these connections.
-        bucket: Its index, which says in which buffer it is.
-        start: First byte.
-        nbytes: Of the bucket.
-    """
-
-    serial: int
-    bucket: int
-    start: int
-    nbytes: int
-
-
-class Register(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Tells the sender where a receiver serves what it has."""
-
-    position: int
-    host: str
-    port: int
-
-
-class Locate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Asks the sender where a receiver is."""
-
-    position: int
-
-
-_REQUESTS = msgspec.msgpack.Decoder(Pull | Register | Locate)
-_Address = tuple[str, int]
+from rl_refit.transports.relay import (
+    ALIVE_S,
+    KEY_BYTES,
+    Member,
+    Pull,
+    Register,
+    Ring,
+    Server,
+    Upstream,
+)
 
 
 class ChainTransport(Transport):
@@ -144,19 +63,20 @@ class ChainSender(SendingSide):
         self._host, self._ranks = context.host, context.ranks
         memory = torch.empty(context.memory_bytes, dtype=torch.uint8)
         self.buffers = context.buffers_of(memory)
-        self._key = secrets.token_bytes(_KEY_BYTES)
-        self._ring = _Ring(self.buffers)
-        self._server = _Server(context.host, self._key, self._ring)
+        self._key = secrets.token_bytes(KEY_BYTES)
+        self._ring = Ring(self.buffers)
+        self._server = Server(context.host, self._key, self._ring)
         self._serial = 0
 
     @property
     def bytes_served(self) -> int:
+        """See the class."""
         return self._server.bytes_served
 
     def grant(self, rank: int) -> tuple[Grant, list[int]]:
         """See `SendingSide.grant`."""
         host, port = self._server.address
-        grant = ChainGrant(host, port, self._key.hex(), self._ranks.index(rank))
+        grant = Member(host, port, self._key.hex(), self._ranks.index(rank))
         return msgspec.structs.asdict(grant), []
 
     def publish(self, bucket: int, nbytes: int, deadline: Deadline) -> None:
@@ -175,13 +95,13 @@ class _ChainReceiver(ReceivingSide):
     def __init__(self, context: ReceiverContext) -> None:
         assert context.host is not None
         self._context = context
-        self._grant = msgspec.convert(context.grant, ChainGrant)
+        self._grant = msgspec.convert(context.grant, Member)
         memory = torch.empty(context.memory_bytes, dtype=torch.uint8)
         self.buffers = context.buffers_of(memory)
         key = bytes.fromhex(self._grant.key)
-        self._ring = _Ring(self.buffers)
-        self._upstream = _Upstream(self._grant, key, self._ring)
-        self._server = _Server(context.host, key, self._ring, self._upstream.pull)
+        self._ring = Ring(self.buffers)
+        self._upstream = Upstream(self._grant, key, self._ring)
+        self._server = Server(context.host, key, self._ring, self._upstream.pull)
         self._serial = 0
         self._posted: dict[int, int] = {}
 
@@ -198,7 +118,7 @@ class _ChainReceiver(ReceivingSide):
             serial = self._post(bucket, nbytes)
         if nbytes:
             # A limit of its own is the deadline's, whose error names the bucket.
-            while self._ring.wait_beyond(bucket, serial, nbytes - 1, _ALIVE_S) < nbytes:
+            while self._ring.wait_beyond(bucket, serial, nbytes - 1, ALIVE_S) < nbytes:
                 deadline.remaining("bytes of its peer", rank=self._context.rank, bucket=bucket)
         return self.buffers[bucket % len(self.buffers)][:nbytes]
 
@@ -219,353 +139,3 @@ class _ChainReceiver(ReceivingSide):
         self._serial += 1
         self._upstream.pull(Pull(serial, bucket, 0, nbytes))
         return serial
-
-
-class _Ring(Closing):
-    """The buckets in a side's buffers, and how many bytes of each are there."""
-
-    def __init__(self, buffers: list[torch.Tensor]) -> None:
-        self._views = [memoryview(buffer.numpy()) for buffer in buffers]
-        self._serials = [-1] * len(buffers)
-        self._valid = [0] * len(buffers)
-        self._changed = threading.Condition()
-        self._error: Exception | None = None
-
-    def view(self, bucket: int, nbytes: int) -> memoryview:
-        """Return the bytes of a bucket's buffer.
-
-        Raises:
-            ConnectionError: It has not so many.
-        """
-        view = self._views[bucket % len(self._views)]
-        if nbytes > len(view):
-            raise ConnectionError(f"{nbytes} bytes are asked for of a buffer of {len(view)}")
-        return view[:nbytes]
-
-    def extend(self, bucket: int, serial: int, valid: int) -> None:
-        """Note that the first `valid` bytes of a bucket are there."""
-        slot = bucket % len(self._views)
-        with self._changed:
-            self._serials[slot], self._valid[slot] = serial, valid
-            self._changed.notify_all()
-
-    def wait_beyond(self, bucket: int, serial: int, start: int, seconds: float) -> int:
-        """Wait until more than `start` bytes of a bucket are there; return how many are.
-
-        Returns:
-            `start` or less if there are no more within `seconds`.
-
-        Raises:
-            ConnectionError: Another bucket has taken its place, or this side has failed.
-        """
-        slot = bucket % len(self._views)
-
-        def is_settled() -> bool:
-            newer = self._serials[slot] - serial
-            return bool(self._error) or newer > 0 or (newer == 0 and self._valid[slot] > start)
-
-        with self._changed:
-            self._changed.wait_for(is_settled, seconds)
-            if self._error is not None:
-                raise self._error
-            if self._serials[slot] > serial:
-                raise ConnectionError(f"bucket {bucket} is no longer here")
-            return self._valid[slot] if self._serials[slot] == serial else 0
-
-    def fail(self, error: Exception) -> None:
-        """End all waits, present and future, by an error."""
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """End all waits. May be called again."""
-        self.fail(ConnectionAbortedError("this side is closed"))
-
-
-class _Server(Closing):
-    """Serves the buckets of a ring to those who know the key, each in a thread.
-
-    Args:
-        host: This machine's address.
-        key: Of the members.
-        ring: The buckets.
-        fetch: Called while a bucket that is asked for is not here; returns whether it is coming.
-    """
-
-    def __init__(
-        self, host: str, key: bytes, ring: _Ring, fetch: Callable[[Pull], bool] = lambda _: True
-    ) -> None:
-        self._key, self._ring, self._fetch = key, ring, fetch
-        self._listener = socket.create_server((host, 0), backlog=128)
-        self.address: _Address = (host, int(self._listener.getsockname()[1]))
-        self.bytes_served = 0
-        self._lock = threading.Lock()
-        self._receivers: dict[int, _Address] = {}
-        self._connections: dict[socket.socket, threading.Thread] = {}
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._accept, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """End all connections. May be called again."""
-        with self._lock:
-            self._is_closed = True
-            connections = dict(self._connections)
-        for sock in (self._listener, *connections):
-            _shut(sock)
-        for thread in (self._thread, *connections.values()):
-            thread.join(_CLOSE_S)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while not self._is_closed:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                time.sleep(_NO_ROOM_PAUSE_S)  # for descriptors, if it is not the end
-                continue
-            thread = threading.Thread(target=self._serve, args=(sock,), daemon=True)
-            with self._lock:
-                if self._is_closed:
-                    sock.close()
-                    return
-                self._connections[sock] = thread
-            thread.start()
-
-    def _serve(self, sock: socket.socket) -> None:
-        try:
-            # Whoever asks for what is not there, or is gone, finds the connection closed.
-            with sock, suppress(OSError, msgspec.MsgspecError):
-                _admit(sock, self._key)
-                while request := _receive_request(sock):
-                    self._answer(sock, request)
-        finally:
-            with self._lock:
-                self._connections.pop(sock, None)
-
-    def _answer(self, sock: socket.socket, request: Pull | Register | Locate) -> None:
-        match request:
-            case Pull():
-                self._send_bucket(sock, request)
-            case Register(position, host, port):
-                self._receivers[position] = host, port
-                _send_frame(sock, b"registered")
-            case Locate(position):
-                _send_frame(sock, msgspec.json.encode(self._receivers.get(position)))
-
-    def _send_bucket(self, sock: socket.socket, pull: Pull) -> None:
-        view, at = self._ring.view(pull.bucket, pull.nbytes), pull.start
-        while at < pull.nbytes:
-            is_coming = self._fetch(pull)
-            end = self._ring.wait_beyond(pull.bucket, pull.serial, at, _ALIVE_S)
-            end = max(at, min(end, pull.nbytes))
-            # Who waits for what is not coming hears nothing, and passes this one over.
-            if is_coming or end > at:
-                _send_frame(sock, view[at:end])
-            with self._lock:
-                self.bytes_served += end - at
-            at = end
-
-
-class _Upstream(Closing):
-    """Fills a ring in a thread, from the nearest peer before this one that answers.
-
-    Args:
-        grant: Of this receiver.
-        key: Of the members.
-        ring: Where the buckets go.
-    """
-
-    def __init__(self, grant: ChainGrant, key: bytes, ring: _Ring) -> None:
-        self._grant, self._key, self._ring = grant, key, ring
-        self._avoided: dict[int, float] = {}
-        self._link: socket.socket | None = None
-        self._linked_to = _SENDER
-        self._is_closed = False
-        self._next_serial = 0
-        self._lock = threading.Lock()
-        self._due: queue.SimpleQueue[Pull | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._pull_all, daemon=True)
-        self._thread.start()
-
-    def pull(self, pull: Pull) -> bool:
-        """Receive a bucket if it is the next one; return whether it is here or coming.
-
-        This side wants it, or the next one of the chain does: a receiver that is busy with its load
-        passes buckets on.
-        """
-        with self._lock:
-            if pull.serial == self._next_serial:
-                self._next_serial += 1
-                if pull.nbytes:
-                    self._due.put(msgspec.structs.replace(pull, start=0))
-            return pull.serial < self._next_serial
-
-    def ask_sender(self, request: Register | Locate, deadline: Deadline) -> bytes:
-        """Return the sender's answer to a request.
-
-        Raises:
-            RefitError: The sender is gone.
-        """
-        limit_s = min(_HANDSHAKE_S, deadline.remaining("answer of the head of the chain"))
-        try:
-            with _connect((self._grant.host, self._grant.port), self._key, limit_s) as sock:
-                _send_frame(sock, msgspec.msgpack.encode(request))
-                return _receive_exactly(sock, _receive_length(sock))
-        except OSError as error:
-            raise RefitError(f"the head of the chain does not answer: {error}") from error
-
-    def close(self) -> None:
-        """End the thread. May be called again."""
-        self._is_closed = True
-        self._due.put(None)
-        if (link := self._link) is not None:
-            _shut(link)
-        self._thread.join(_CLOSE_S)
-
-    def _pull_all(self) -> None:
-        try:
-            while (pull := self._due.get()) is not None and not self._is_closed:
-                self._pull(pull)
-        except (OSError, RefitError) as error:
-            self._ring.fail(error)
-        finally:
-            self._unlink()
-
-    def _pull(self, pull: Pull) -> None:
-        at = 0
-
-        def advance(num: int) -> None:
-            nonlocal at
-            at += num
-            # From the first byte on, as the bucket that was there before is needed no more then.
-            self._ring.extend(pull.bucket, pull.serial, at)
-
-        while at < pull.nbytes:
-            position = self._nearest()
-            try:
-                self._receive(position, msgspec.structs.replace(pull, start=at), advance)
-            except (OSError, RefitError) as error:
-                self._unlink()
-                if position == _SENDER or self._is_closed:
-                    raise
-                logger.warning(
-                    "receiver %d of the chain passes over receiver %d at byte %d of bucket %d: %s",
-                    self._grant.position,
-                    position,
-                    at,
-                    pull.bucket,
-                    error,
-                )
-                self._avoided[position] = time.monotonic() + AVOID_S
-
-    def _nearest(self) -> int:
-        """Return the position of the peer to ask."""
-        now = time.monotonic()
-        before = range(self._grant.position - 1, _SENDER, -1)
-        return next((each for each in before if self._avoided.get(each, 0.0) < now), _SENDER)
-
-    def _receive(self, position: int, pull: Pull, advance: Callable[[int], None]) -> None:
-        """Receive a bucket into the ring from one peer; `advance` takes the number of new bytes."""
-        if self._link is None or self._linked_to != position:
-            self._unlink()
-            self._link, self._linked_to = self._connect_to(position), position
-        link, at = self._link, pull.start
-        # The sender is the last resort: what waits for it has a limit of its own.
-        link.settimeout(None if position == _SENDER else STALL_S)
-        _send_frame(link, msgspec.msgpack.encode(pull))
-        view = self._ring.view(pull.bucket, pull.nbytes)
-        while at < pull.nbytes:
-            end = at + _receive_length(link)
-            if end > pull.nbytes:
-                raise ConnectionError(f"{end} bytes arrive of a bucket of {pull.nbytes}")
-            while at < end:
-                num = link.recv_into(view[at:end])
-                if not num:
-                    raise ConnectionError("the connection has ended")
-                at += num
-                advance(num)
-
-    def _connect_to(self, position: int) -> socket.socket:
-        address: _Address | None = (self._grant.host, self._grant.port)
-        if position != _SENDER:
-            answer = self.ask_sender(Locate(position), Deadline(_HANDSHAKE_S))
-            address = msgspec.json.decode(answer, type=_Address | None)
-        if address is None:
-            raise ConnectionError("it has no address")
-        return _connect(address, self._key, STALL_S)
-
-    def _unlink(self) -> None:
-        link, self._link = self._link, None
-        if link is not None:
-            link.close()
-
-
-def _connect(address: _Address, key: bytes, limit_s: float) -> socket.socket:
-    """Return a connection to a server of the chain that has let this side in."""
-    sock = socket.create_connection(address, limit_s)
-    try:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        nonce = _receive_exactly(sock, _KEY_BYTES)
-        sock.sendall(hmac.digest(key, nonce, "sha256"))
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def _admit(sock: socket.socket, key: bytes) -> None:
-    """Let a client in, or raise `ConnectionError`."""
-    sock.settimeout(_HANDSHAKE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    nonce = secrets.token_bytes(_KEY_BYTES)
-    sock.sendall(nonce)
-    proof = _receive_exactly(sock, _KEY_BYTES)
-    if not hmac.compare_digest(proof, hmac.digest(key, nonce, "sha256")):
-        raise ConnectionError("the client does not know the key")
-    sock.settimeout(None)
-
-
-def _send_frame(sock: socket.socket, data: bytes | memoryview) -> None:
-    header = _LENGTH.pack(len(data))
-    sent = sock.sendmsg([header, data])
-    if sent < len(header):
-        sock.sendall(header[sent:])
-        sent = len(header)
-    sock.sendall(memoryview(data)[sent - len(header) :])
-
-
-def _receive_request(sock: socket.socket) -> Pull | Register | Locate | None:
-    """Return the next request, None at the end of the connection."""
-    first = sock.recv(1)
-    if not first:
-        return None
-    (length,) = _LENGTH.unpack(first + _receive_exactly(sock, _LENGTH.size - 1))
-    if length > _MOST_REQUEST_BYTES:
-        raise ConnectionError(f"a request of {length} bytes")
-    return _REQUESTS.decode(_receive_exactly(sock, length))
-
-
-def _receive_length(sock: socket.socket) -> int:
-    (length,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size))
-    if length > _MOST_FRAME_BYTES:
-        raise ConnectionError(f"a frame of {length} bytes")
-    return length
-
-
-def _receive_exactly(sock: socket.socket, size: int) -> bytes:
-    data = bytearray(size)
-    view = memoryview(data)
-    while view:
-        num = sock.recv_into(view)
-        if not num:
-            raise ConnectionError("the connection has ended")
-        view = view[num:]
-    return bytes(data)
-
-
-def _shut(sock: socket.socket) -> None:
-    """End the waits of other threads on a socket."""
-    with suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
