@@ -90,7 +90,7 @@ def assert_served(members, expected):
 
 
 def ask(sock, request):
-    relay._send_frame(sock, msgspec.msgpack.encode(request))
+    relay.send_frame(sock, msgspec.msgpack.encode(request))
     relay._receive_exactly(sock, 1)
 
 
@@ -216,7 +216,7 @@ def test_frames_larger_than_the_sockets_buffers_arrive():
     left, right = socket.socketpair()
     data = bytes(range(256)) * (1 << 14)
     with left, right:
-        thread = threading.Thread(target=relay._send_frame, args=(left, data))
+        thread = threading.Thread(target=relay.send_frame, args=(left, data))
         thread.start()
         assert relay._receive_exactly(right, relay._receive_length(right)) == data
         thread.join(LIMIT_S)

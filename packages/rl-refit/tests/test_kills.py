@@ -35,6 +35,12 @@ class TestCollective(Kills):
 
 
 @pytest.mark.slow
+class TestChain(Kills):
+    pair = RefitPair("chain")
+    num_cases = DRILLS
+
+
+@pytest.mark.slow
 class TestShmOften(Kills):
     pair = RefitPair("shm")
     num_cases = DRILLS

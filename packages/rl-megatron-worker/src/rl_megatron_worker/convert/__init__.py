@@ -1,6 +1,6 @@
 """Conversion between Hugging Face and Megatron-core models, by `model_type`."""
 
-from rl_megatron_worker.convert.mappings import GateUp, Mapping, Piece, Qkv, Vocabulary
+from rl_megatron_worker.convert.mappings import GateUp, HeldSlice, Mapping, Piece, Qkv, Vocabulary
 from rl_megatron_worker.convert.registry import (
     Converter,
     converter_for,
@@ -11,6 +11,7 @@ from rl_megatron_worker.convert.registry import (
 __all__ = [
     "Converter",
     "GateUp",
+    "HeldSlice",
     "Mapping",
     "Piece",
     "Qkv",

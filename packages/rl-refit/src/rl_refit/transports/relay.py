@@ -231,9 +231,9 @@ class Server(Closing):
                 self._send_bucket(sock, request)
             case Register(position, host, port):
                 self._receivers[position] = host, port
-                _send_frame(sock, b"registered")
+                send_frame(sock, b"registered")
             case Locate(position):
-                _send_frame(sock, msgspec.json.encode(self._receivers.get(position)))
+                send_frame(sock, msgspec.json.encode(self._receivers.get(position)))
 
     def _send_bucket(self, sock: socket.socket, pull: Pull) -> None:
         view, at = self._ring.view(pull.bucket, pull.nbytes), pull.start
@@ -243,7 +243,7 @@ class Server(Closing):
             end = max(at, min(end, pull.nbytes))
             # Who waits for what is not coming hears nothing, and passes this one over.
             if is_coming or end > at:
-                _send_frame(sock, view[at:end])
+                send_frame(sock, view[at:end])
             with self._lock:
                 self.bytes_served += end - at
             at = end
@@ -292,7 +292,7 @@ class Upstream(Closing):
         limit_s = min(_HANDSHAKE_S, deadline.remaining("answer of the head of the chain"))
         try:
             with _connect((self._grant.host, self._grant.port), self._key, limit_s) as sock:
-                _send_frame(sock, msgspec.msgpack.encode(request))
+                send_frame(sock, msgspec.msgpack.encode(request))
                 return _receive_exactly(sock, _receive_length(sock))
         except OSError as error:
             raise RefitError(f"the head of the chain does not answer: {error}") from error
@@ -355,7 +355,7 @@ class Upstream(Closing):
         link, at = self._link, pull.start
         # The sender is the last resort: what waits for it has a limit of its own.
         link.settimeout(None if position == _SENDER else STALL_S)
-        _send_frame(link, msgspec.msgpack.encode(pull))
+        send_frame(link, msgspec.msgpack.encode(pull))
         view = self._ring.view(pull.bucket, pull.nbytes)
         while at < pull.nbytes:
             end = at + _receive_length(link)
@@ -408,7 +408,8 @@ def _admit(sock: socket.socket, key: bytes) -> None:
     sock.settimeout(None)
 
 
-def _send_frame(sock: socket.socket, data: bytes | memoryview) -> None:
+def send_frame(sock: socket.socket, data: bytes | memoryview) -> None:
+    """Send bytes with their length before them, in one packet if they fit."""
     header = _LENGTH.pack(len(data))
     sent = sock.sendmsg([header, data])
     if sent < len(header):
