@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -144,13 +145,13 @@ def attend_to_packed(
     """
     # The kernel counts the tokens before; -1 is all of them.
     before = -1 if sliding_window is None else sliding_window - 1
-    sharing: dict[str, bool] = {}
+    kernel = varlen_attn
     if (shared_by := query.shape[1] // key.shape[1]) > 1:
         if _PACKED_SHARES_KEYS:
-            sharing = {"enable_gqa": True}
+            kernel = partial(varlen_attn, enable_gqa=True)
         else:
             key, value = (each.repeat_interleave(shared_by, 1) for each in (key, value))
-    output = varlen_attn(
+    output = kernel(
         query,
         key,
         value,
@@ -160,7 +161,6 @@ def attend_to_packed(
         max_seqlen,
         scale=scale,
         window_size=(before, 0),
-        **sharing,
     )
     assert isinstance(output, torch.Tensor), "no auxiliary output was asked for"
     return output
