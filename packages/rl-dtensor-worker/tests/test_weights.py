@@ -27,6 +27,22 @@ def expected_tensors(model, dtype):
     return {name: tensor.detach().to(dtype) for name, tensor in load(model).named_parameters()}
 
 
+def assert_shards_are(expected, ranks):
+    """What the ranks hold has to be the tensors, each element of them."""
+    found = {name: torch.full_like(tensor, torch.nan) for name, tensor in expected.items()}
+    for name, shard in (each for held in ranks for each in held.items()):
+        assert shard.shape == tuple(expected[name].shape), name
+        shard.box.view_of(found[name]).copy_(shard.data)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_shards_of_converted_tensors_are_refused(pools, tmp_path):
+    path = build_family(tmp_path / "model", "qwen3_moe", **EXPERTS["qwen3_moe"])
+    for gathered in pools(2).run(weights_ranks.gather_weights, config=make_config(path)):
+        assert "is converted from" in gathered.shards
+
+
 @pytest.mark.slow_beyond(3, every=5)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -34,7 +50,9 @@ def test_every_rank_gets_every_tensor_bit_for_bit(pools, model, num_ranks, preci
     # 48 and 64 rows over three ranks: the last shards are short, or empty.
     expected = expected_tensors(model, getattr(torch, precision))
     config = make_config(model, precision=precision, train_global_batch_size=6)
-    for gathered in pools(num_ranks).run(weights_ranks.gather_weights, config=config):
+    ranks = pools(num_ranks).run(weights_ranks.gather_weights, config=config)
+    assert_shards_are(expected, [gathered.shards for gathered in ranks])
+    for gathered in ranks:
         assert [each.name for each in gathered.metadata] == list(expected)
         for name, dtype, shape in gathered.metadata:
             assert (dtype, shape) == (expected[name].dtype, tuple(expected[name].shape))

@@ -10,10 +10,11 @@ from tiny_model import make_batch
 
 
 class Gathered(NamedTuple):
-    """The metadata of a source, and its names and tensors in each of two passes."""
+    """The metadata of a source, its names and tensors in each of two passes, and its shards."""
 
     metadata: list
     passes: list[list[tuple[str, torch.Tensor]]]
+    shards: dict | str = ""
 
 
 class GatheredGroups(NamedTuple):
@@ -36,7 +37,16 @@ def gather_weights(*, config):
     with worker_for(config, init_reference_model=False) as worker:
         source = worker.weight_source
         passes = [[(name, tensor.clone()) for name, tensor in source] for _ in range(2)]
-        return Gathered(source.metadata(), passes)
+        return Gathered(source.metadata(), passes, _shards(source))
+
+
+def _shards(source):
+    """Return copies of what this rank holds, or why it holds no shards."""
+    try:
+        shards = source.shards()
+    except ValueError as error:
+        return str(error)
+    return {name: each._replace(data=each.data.clone()) for name, each in shards.items()}
 
 
 def _bits(tensor):

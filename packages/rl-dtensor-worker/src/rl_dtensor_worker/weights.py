@@ -22,6 +22,7 @@ from rl_interfaces.backend.transfer import (
 )
 from rl_refit import block_fp8
 from rl_refit.adapters import DOWN, UP
+from rl_refit.resharding import Shard, local_shards
 from rl_refit.source import WeightMeta, block_of
 
 from rl_dtensor_worker.model.convert import plan_reversals
@@ -117,6 +118,29 @@ class ModelWeights(LayeredSource):
     def metadata(self) -> list[WeightMeta]:
         """See `LayeredSource.metadata`."""
         return [meta for group in self._conversions for meta in self._sent(group)]
+
+    def shards(self) -> dict[str, Shard]:
+        """See `GatheredSource.shards`; only if the checkpoint has the model's tensors as they are.
+
+        Raises:
+            ValueError: transformers converts some, as it fuses experts; adapters are merged; or some
+                are sent in 8 bits.
+        """
+        weights = without_adapters(persistent_state(self._model))
+        if self._merges and adapted_weights(self._model):
+            raise ValueError("adapters are merged into full tensors: send those, not slices")
+        if self._quantized:
+            raise ValueError("slices are not quantised: send full tensors")
+        found: dict[str, torch.Tensor] = {}
+        for group in self._conversions:
+            reversal = group.reversal
+            if not reversal.is_renaming:
+                raise ValueError(
+                    f"{group.converted[0].name} is converted from {reversal.names}, and a rank's "
+                    "shards of these are no slices of it: send full tensors"
+                )
+            found[reversal.target] = weights[reversal.names[0]]
+        return local_shards(found)
 
     def converted_together(self) -> list[list[str]]:
         """Return the names of the tensors that one gather and conversion makes, in order."""
