@@ -123,8 +123,8 @@ class ModelWeights(LayeredSource):
         """See `GatheredSource.shards`; only if the checkpoint has the model's tensors as they are.
 
         Raises:
-            ValueError: transformers converts some, as it fuses experts; adapters are merged; or some
-                are sent in 8 bits.
+            ValueError: transformers converts some, as it fuses experts; adapters are merged; or
+                some are sent in 8 bits.
         """
         weights = without_adapters(persistent_state(self._model))
         if self._merges and adapted_weights(self._model):
