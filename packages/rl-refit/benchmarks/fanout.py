@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 from report import Row, report
 from rl_refit import RefitReceiver, RefitSender, TensorSource
-from rl_refit.transports import relay
+from rl_refit.transports import frames
 from rl_refit.transports.chain import ChainSender
 
 GOAL_SENT, GOAL_GROWTH = 1.001, 1.3
@@ -65,7 +65,7 @@ def hold_rate(limit: float | None) -> None:
     """Make each connection of a chain send at most so many MB/s from now on, in this process."""
     if limit is None:
         return
-    send, chunk = relay.send_frame, 1 << 18
+    send, chunk = frames.send_frame, 1 << 18
 
     def slowly(sock: object, data: bytes | memoryview) -> None:
         # In frames of a chunk, each of which takes as long as the rate says.
@@ -75,7 +75,7 @@ def hold_rate(limit: float | None) -> None:
             send(sock, part)
             time.sleep(max(0.0, until - time.monotonic()))
 
-    relay.send_frame = slowly
+    frames.send_frame = slowly
 
 
 def measure(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rl_refit.protocol.waiting import Deadline
 from rl_refit.testing.pair import RefitPair, World, some_tensors
-from rl_refit.transports import ReceiverContext, SenderContext, chain, relay
+from rl_refit.transports import ReceiverContext, SenderContext, chain, frames, relay
 
 LIMIT_S = 20.0
 NBYTES = 3 << 20
@@ -90,8 +90,8 @@ def assert_served(members, expected):
 
 
 def ask(sock, request):
-    relay.send_frame(sock, msgspec.msgpack.encode(request))
-    relay._receive_exactly(sock, 1)
+    frames.send_frame(sock, msgspec.msgpack.encode(request))
+    frames.receive_exactly(sock, 1)
 
 
 def wait_until(condition):
@@ -205,7 +205,7 @@ def test_a_stranger_gets_nothing(chain_of):
         (members.sender._key, relay.Pull(0, 0, 0, NBYTES + 1)),
     ]:
         with socket.create_connection(members.sender._server.address, LIMIT_S) as sock:
-            nonce = relay._receive_exactly(sock, 32)
+            nonce = frames.receive_exactly(sock, 32)
             sock.sendall(hmac.digest(key, nonce, "sha256"))
             with pytest.raises(ConnectionError):
                 ask(sock, request)
@@ -216,7 +216,7 @@ def test_frames_larger_than_the_sockets_buffers_arrive():
     left, right = socket.socketpair()
     data = bytes(range(256)) * (1 << 14)
     with left, right:
-        thread = threading.Thread(target=relay.send_frame, args=(left, data))
+        thread = threading.Thread(target=frames.send_frame, args=(left, data))
         thread.start()
-        assert relay._receive_exactly(right, relay._receive_length(right)) == data
+        assert frames.receive_exactly(right, frames.receive_length(right)) == data
         thread.join(LIMIT_S)

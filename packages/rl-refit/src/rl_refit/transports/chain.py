@@ -24,9 +24,9 @@ from rl_refit.transports import (
     SendingSide,
     Transport,
 )
+from rl_refit.transports.frames import KEY_BYTES
 from rl_refit.transports.relay import (
     ALIVE_S,
-    KEY_BYTES,
     Member,
     Pull,
     Register,

@@ -13,22 +13,21 @@ the bytes are neither encrypted nor signed: the network between the members must
 
 from __future__ import annotations
 
-import hmac
+import contextlib
 import logging
 import queue
-import secrets
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 import msgspec
 import torch
 
 from rl_refit.errors import RefitError
 from rl_refit.protocol.waiting import Closing, Deadline
+from rl_refit.transports import frames
+from rl_refit.transports.frames import Address
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +43,6 @@ ALIVE_S = 0.25
 _HANDSHAKE_S = 5.0
 _CLOSE_S = 2.0
 _NO_ROOM_PAUSE_S = 0.01
-KEY_BYTES = 32
-_MOST_REQUEST_BYTES = 4096
-_LENGTH = struct.Struct("!I")
-_MOST_FRAME_BYTES = 1 << 30
 _SENDER = -1
 """The sender's position in the chain."""
 
@@ -99,7 +94,6 @@ class Locate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
 
 
 _REQUESTS = msgspec.msgpack.Decoder(Pull | Register | Locate)
-_Address = tuple[str, int]
 
 
 class Ring(Closing):
@@ -179,10 +173,10 @@ class Server(Closing):
     ) -> None:
         self._key, self._ring, self._fetch = key, ring, fetch
         self._listener = socket.create_server((host, 0), backlog=128)
-        self.address: _Address = (host, int(self._listener.getsockname()[1]))
+        self.address: Address = (host, int(self._listener.getsockname()[1]))
         self.bytes_served = 0
         self._lock = threading.Lock()
-        self._receivers: dict[int, _Address] = {}
+        self._receivers: dict[int, Address] = {}
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._is_closed = False
         self._thread = threading.Thread(target=self._accept, daemon=True)
@@ -194,7 +188,7 @@ class Server(Closing):
             self._is_closed = True
             connections = dict(self._connections)
         for sock in (self._listener, *connections):
-            _shut(sock)
+            frames.shut(sock)
         for thread in (self._thread, *connections.values()):
             thread.join(_CLOSE_S)
         self._listener.close()
@@ -217,10 +211,10 @@ class Server(Closing):
     def _serve(self, sock: socket.socket) -> None:
         try:
             # Whoever asks for what is not there, or is gone, finds the connection closed.
-            with sock, suppress(OSError, msgspec.MsgspecError):
-                _admit(sock, self._key)
-                while request := _receive_request(sock):
-                    self._answer(sock, request)
+            with sock, contextlib.suppress(OSError, msgspec.MsgspecError):
+                frames.admit(sock, self._key)
+                while request := frames.receive_request(sock):
+                    self._answer(sock, _REQUESTS.decode(request))
         finally:
             with self._lock:
                 self._connections.pop(sock, None)
@@ -231,9 +225,9 @@ class Server(Closing):
                 self._send_bucket(sock, request)
             case Register(position, host, port):
                 self._receivers[position] = host, port
-                send_frame(sock, b"registered")
+                frames.send_frame(sock, b"registered")
             case Locate(position):
-                send_frame(sock, msgspec.json.encode(self._receivers.get(position)))
+                frames.send_frame(sock, msgspec.json.encode(self._receivers.get(position)))
 
     def _send_bucket(self, sock: socket.socket, pull: Pull) -> None:
         view, at = self._ring.view(pull.bucket, pull.nbytes), pull.start
@@ -243,7 +237,7 @@ class Server(Closing):
             end = max(at, min(end, pull.nbytes))
             # Who waits for what is not coming hears nothing, and passes this one over.
             if is_coming or end > at:
-                send_frame(sock, view[at:end])
+                frames.send_frame(sock, view[at:end])
             with self._lock:
                 self.bytes_served += end - at
             at = end
@@ -291,9 +285,9 @@ class Upstream(Closing):
         """
         limit_s = min(_HANDSHAKE_S, deadline.remaining("answer of the head of the chain"))
         try:
-            with _connect((self._grant.host, self._grant.port), self._key, limit_s) as sock:
-                send_frame(sock, msgspec.msgpack.encode(request))
-                return _receive_exactly(sock, _receive_length(sock))
+            with frames.connect((self._grant.host, self._grant.port), self._key, limit_s) as sock:
+                frames.send_frame(sock, msgspec.msgpack.encode(request))
+                return frames.receive_exactly(sock, frames.receive_length(sock))
         except OSError as error:
             raise RefitError(f"the head of the chain does not answer: {error}") from error
 
@@ -302,7 +296,7 @@ class Upstream(Closing):
         self._is_closed = True
         self._due.put(None)
         if (link := self._link) is not None:
-            _shut(link)
+            frames.shut(link)
         self._thread.join(_CLOSE_S)
 
     def _pull_all(self) -> None:
@@ -355,10 +349,10 @@ class Upstream(Closing):
         link, at = self._link, pull.start
         # The sender is the last resort: what waits for it has a limit of its own.
         link.settimeout(None if position == _SENDER else STALL_S)
-        send_frame(link, msgspec.msgpack.encode(pull))
+        frames.send_frame(link, msgspec.msgpack.encode(pull))
         view = self._ring.view(pull.bucket, pull.nbytes)
         while at < pull.nbytes:
-            end = at + _receive_length(link)
+            end = at + frames.receive_length(link)
             if end > pull.nbytes:
                 raise ConnectionError(f"{end} bytes arrive of a bucket of {pull.nbytes}")
             while at < end:
@@ -369,85 +363,15 @@ class Upstream(Closing):
                 advance(num)
 
     def _connect_to(self, position: int) -> socket.socket:
-        address: _Address | None = (self._grant.host, self._grant.port)
+        address: Address | None = (self._grant.host, self._grant.port)
         if position != _SENDER:
             answer = self.ask_sender(Locate(position), Deadline(_HANDSHAKE_S))
-            address = msgspec.json.decode(answer, type=_Address | None)
+            address = msgspec.json.decode(answer, type=Address | None)
         if address is None:
             raise ConnectionError("it has no address")
-        return _connect(address, self._key, STALL_S)
+        return frames.connect(address, self._key, STALL_S)
 
     def _unlink(self) -> None:
         link, self._link = self._link, None
         if link is not None:
             link.close()
-
-
-def _connect(address: _Address, key: bytes, limit_s: float) -> socket.socket:
-    """Return a connection to a server of the chain that has let this side in."""
-    sock = socket.create_connection(address, limit_s)
-    try:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        nonce = _receive_exactly(sock, KEY_BYTES)
-        sock.sendall(hmac.digest(key, nonce, "sha256"))
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def _admit(sock: socket.socket, key: bytes) -> None:
-    """Let a client in, or raise `ConnectionError`."""
-    sock.settimeout(_HANDSHAKE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    nonce = secrets.token_bytes(KEY_BYTES)
-    sock.sendall(nonce)
-    proof = _receive_exactly(sock, KEY_BYTES)
-    if not hmac.compare_digest(proof, hmac.digest(key, nonce, "sha256")):
-        raise ConnectionError("the client does not know the key")
-    sock.settimeout(None)
-
-
-def send_frame(sock: socket.socket, data: bytes | memoryview) -> None:
-    """Send bytes with their length before them, in one packet if they fit."""
-    header = _LENGTH.pack(len(data))
-    sent = sock.sendmsg([header, data])
-    if sent < len(header):
-        sock.sendall(header[sent:])
-        sent = len(header)
-    sock.sendall(memoryview(data)[sent - len(header) :])
-
-
-def _receive_request(sock: socket.socket) -> Pull | Register | Locate | None:
-    """Return the next request, None at the end of the connection."""
-    first = sock.recv(1)
-    if not first:
-        return None
-    (length,) = _LENGTH.unpack(first + _receive_exactly(sock, _LENGTH.size - 1))
-    if length > _MOST_REQUEST_BYTES:
-        raise ConnectionError(f"a request of {length} bytes")
-    return _REQUESTS.decode(_receive_exactly(sock, length))
-
-
-def _receive_length(sock: socket.socket) -> int:
-    (length,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size))
-    if length > _MOST_FRAME_BYTES:
-        raise ConnectionError(f"a frame of {length} bytes")
-    return length
-
-
-def _receive_exactly(sock: socket.socket, size: int) -> bytes:
-    data = bytearray(size)
-    view = memoryview(data)
-    while view:
-        num = sock.recv_into(view)
-        if not num:
-            raise ConnectionError("the connection has ended")
-        view = view[num:]
-    return bytes(data)
-
-
-def _shut(sock: socket.socket) -> None:
-    """End the waits of other threads on a socket."""
-    with suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
