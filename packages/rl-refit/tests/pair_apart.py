@@ -32,6 +32,7 @@ class ReceiverApart:
 
     def __init__(self, arguments, options, into):
         self._into = into or {}
+        self._swap = None
         context = process_context(options["device"], preload=_PRELOADED)
         self._pipe, other = context.Pipe()
         sent = pickle.dumps((arguments, options, self._into))
@@ -44,8 +45,9 @@ class ReceiverApart:
     def version(self):
         return self._call("version")
 
-    def begin(self, version):
-        return self._call("begin", version)
+    def begin(self, version, *, swap=None):
+        self._swap = swap
+        return self._call("begin", version, swap is not None)
 
     def receive(self, version, load):
         _send(self._pipe, ("receive", version))
@@ -90,7 +92,7 @@ class ReceiverApart:
                     self._into[name].copy_(tensor)
                 continue
             try:
-                load(value)
+                self._swap() if kind == "swap" else load(value)
                 _send(self._pipe, None)
             except Exception as error:
                 _send(self._pipe, error)
@@ -104,28 +106,40 @@ def _serve(pipe, sent):
     receiver = RefitReceiver(*arguments, into=into, **options)
     _send(pipe, ("returned", None))
 
+    def ask(*order):
+        _send(pipe, order)
+        # What is asked may ask in turn, before it answers.
+        while isinstance(message := _receive(pipe), tuple):
+            respond(*message)
+        if message is not None:
+            raise message
+
     def load(tensors):
         assert all(tensor.device == torch.device(options["device"]) for _, tensor in tensors)
-        _send(pipe, ("load", [(name, tensor.cpu()) for name, tensor in tensors]))
-        if (error := _receive(pipe)) is not None:
-            raise error
+        ask("load", [(name, tensor.cpu()) for name, tensor in tensors])
 
     def answer(name, *values):
+        if name == "begin":
+            version, has_swap = values
+            return receiver.begin(version, swap=partial(ask, "swap", None) if has_swap else None)
         if name == "version":
             return receiver.version
         if name == "receive":
-            receiver.receive(*values, load)
+            report = receiver.receive(*values, load)
             _send(pipe, ("into", {name: tensor.cpu() for name, tensor in into.items()}))
-            return None
+            return report
         return getattr(receiver, name)(*values)
 
-    name = ""
-    while name != "close":
-        name, *values = _receive(pipe)
+    def respond(name, *values):
         try:
             _send(pipe, ("returned", answer(name, *values)))
         except Exception as error:
             _send(pipe, ("raised", error))
+
+    name = ""
+    while name != "close":
+        name, *values = _receive(pipe)
+        respond(name, *values)
 
 
 # By value: a pipe's own way would share the memory of a tensor, and leave files open for it.
