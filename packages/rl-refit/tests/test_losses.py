@@ -15,6 +15,8 @@ pytestmark = [pytest.mark.needs("rl-refit[testing]"), pytest.mark.timeout(120)]
 VICTIM, OTHERS = 1, (0, 2)
 STAGES = ["between two refits", "in its first bucket", "in its last bucket", "before the commit"]
 SILENCE_S = 2.0
+# A chain takes two seconds to pass a silent one over, in which those behind it are silent too.
+SILENCE_IN_CHAIN_S = 6.0
 
 
 class Dies:
@@ -38,7 +40,8 @@ class Dies:
 
 
 def world_of(transport, tensors, **options):
-    options = {"min_receivers": 2, "receiver_timeout_s": SILENCE_S, **options}
+    limit_s = SILENCE_IN_CHAIN_S if transport == "chain" else SILENCE_S
+    options = {"min_receivers": 2, "receiver_timeout_s": limit_s, **options}
     return World(PairApart(transport), tensors, 3, **options)
 
 
@@ -74,9 +77,7 @@ def test_others_commit_and_a_new_engine_catches_up_whenever_one_dies(transport, 
 
 
 @pytest.mark.parametrize(
-    ("transport", "limit_s"),
-    # A chain needs a while to pass the stopped one over, in which others are silent.
-    [("shm", 1.0), ("golden", 1.0), ("chain", 5.0)],
+    ("transport", "limit_s"), [("shm", 1.0), ("golden", 1.0), ("chain", SILENCE_IN_CHAIN_S)]
 )
 def test_a_stopped_process_learns_that_it_is_behind(transport, limit_s):
     with world_of(transport, some_tensors(), receiver_timeout_s=limit_s) as world:
