@@ -287,6 +287,7 @@ TEMPLATE = ["data.use_chat_template=true", "policy.generation.max_new_tokens=6"]
         ),
         (["sft.policy.max_total_sequence_length=7"], "more than sft.policy.max_total_sequence_len"),
         (["--config", "absent.yaml"], "absent.yaml"),
+        (["logger=wandb"], "logger=[wandb]"),
         (["--out", "."], "the run directory . exists"),
         (["--resume", "."], "config.yaml"),
         (["--resume", "a", "--out", "b"], "--out b contradicts --resume a"),

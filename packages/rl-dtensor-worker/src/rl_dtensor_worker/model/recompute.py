@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -34,5 +34,6 @@ def enable_checkpointing(model: PreTrainedModel) -> None:
 def _call(layer: GradientCheckpointingLayer, *args: object, **kwargs: object) -> object:
     call = partial(nn.Module.__call__, layer, **kwargs)
     if layer.training and torch.is_grad_enabled():
-        return layer._gradient_checkpointing_func(call, *args)
+        checkpoint: Any = layer._gradient_checkpointing_func
+        return checkpoint(call, *args)
     return call(*args)
