@@ -397,7 +397,7 @@ DISTILL = Recipe(
         # Another model's mistakes are not to be learned.
         "data": {"careless_share": 0.0},
         "sft": {**SFT.builtin["sft"], "steps": 150, "eval_every": 50, "stop_pass_rate": None},
-        "distill": {"steps": 120, "top_k": 8},
+        "distill": {"steps": 100, "top_k": 8},
         "policy": {"optimizer": {"kwargs": {"lr": 2.0e-3}}},
     },
     num_policies=2,
