@@ -533,8 +533,8 @@ def divide_pairs(
         if num_heldout >= len(prompts):
             raise ValueError(
                 f"data.path holds pairs of {len(prompts)} prompts: data.num_heldout={num_heldout} "
-                f"leaves none to train on: set a part of these, such as {max(1, len(prompts) // 10)}, "
-                "or name another file by data.heldout_path"
+                "leaves none to train on: set a part of these, such as "
+                f"{max(1, len(prompts) // 10)}, or name another file by data.heldout_path"
             )
         measured = set(random.Random(f"{seed}/division").sample(prompts, num_heldout))
         heldout = [pair for pair in pairs if pair.prompt in measured]
