@@ -2,10 +2,12 @@ import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import ray
@@ -27,7 +29,7 @@ ONE_CYCLE = [
 MODULE = [sys.executable, "-c", "from rl_policy.cli import main; main()"]
 
 
-def run_apart(*arguments, cwd):
+def run_apart(*arguments, cwd, **environment):
     """Return what a process of the command line leaves."""
     return subprocess.run(
         [*MODULE, *map(str, arguments)],
@@ -35,7 +37,7 @@ def run_apart(*arguments, cwd):
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "COLUMNS": "200"},
+        env={**os.environ, "COLUMNS": "200", **environment},
         check=False,
     )
 
@@ -285,6 +287,7 @@ TEMPLATE = ["data.use_chat_template=true", "policy.generation.max_new_tokens=6"]
         ),
         (["sft.policy.max_total_sequence_length=7"], "more than sft.policy.max_total_sequence_len"),
         (["--config", "absent.yaml"], "absent.yaml"),
+        (["logger=wandb"], "logger=[wandb]"),
         (["--out", "."], "the run directory . exists"),
         (["--resume", "."], "config.yaml"),
         (["--resume", "a", "--out", "b"], "--out b contradicts --resume a"),
@@ -305,6 +308,53 @@ def test_bad_input_ends_in_one_line_before_anything_starts(
     assert result.stdout == ""
     assert sorted(tmp_path.iterdir()) == before
     assert not ray.is_initialized()
+
+
+@pytest.mark.parametrize("source", ["RAY_ADDRESS", "ray start"])
+def test_a_ray_that_does_not_answer_is_named_before_anything_starts(
+    tmp_path, rl_policy, monkeypatch, source
+):
+    temporary = tmp_path / "temporary"
+    monkeypatch.setenv("RAY_TMPDIR", str(temporary))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        if source == "RAY_ADDRESS":
+            monkeypatch.setenv("RAY_ADDRESS", address)
+        else:
+            (temporary / "ray").mkdir(parents=True)
+            source = str(temporary / "ray/ray_current_cluster")
+            Path(source).write_text(address)
+        result = rl_policy(["grpo"])
+    assert result.exit_code == 2, result.stderr
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"error: {source}={address} cannot be reached within 5 s (")
+    assert line.endswith("start that Ray, or set RAY_ADDRESS=local for one of this machine alone")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("address", ["head", "head:", "127.0.0.1:6379x", "127.0.0.1:99999"])
+def test_an_address_that_is_none_is_named(rl_policy, monkeypatch, address):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    result = rl_policy(["grpo"])
+    assert result.exit_code == 2, result.stderr
+    (line,) = result.stderr.splitlines()
+    assert f"RAY_ADDRESS={address} " in line
+    assert "RAY_ADDRESS=local" in line
+
+
+def test_a_ray_that_does_not_start_ends_in_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    environment = {"RAY_ADDRESS": "local", "RAY_TMPDIR": str(tmp_path / "file")}
+    result = run_apart("grpo", "--out", "run", cwd=tmp_path, **environment)
+    assert result.returncode == 1
+    *_, line, way_on = result.stderr.splitlines()
+    assert "Traceback" not in result.stderr
+    assert line.startswith("error: a Ray of ")
+    assert "file" in line
+    assert "`rl-policy doctor limits ray` looks for the cause" in line
+    assert way_on == "continue with: rl-policy grpo --resume run"
 
 
 def test_a_process_with_bad_input_ends_with_a_status_and_one_line(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import ray
+from ray._private.node import Node
 from rl_interfaces import Cluster
 from rl_policy import RayVirtualCluster
 from rl_policy.ray import cluster as cluster_module
@@ -83,6 +84,17 @@ def test_a_local_ray_is_started_with_the_cpus_that_are_asked_for(no_ray, wait_un
     wait_until_gone(started)
     with pytest.raises(RuntimeError, match="the cluster is shut down"):
         cluster.get_placement_groups()
+
+
+def test_a_ray_without_the_services_that_are_left_out_says_so(monkeypatch, caplog):
+    before = Node.start_api_server
+    monkeypatch.delattr(Node, "start_monitor")
+    with cluster_module._without_services():
+        assert Node.start_api_server is not before
+        assert not hasattr(Node, "start_monitor")
+    assert Node.start_api_server is before
+    (record,) = caplog.records
+    assert f"Ray {ray.__version__} has no Node.start_monitor: " in record.getMessage()
 
 
 @pytest.mark.slow

@@ -104,7 +104,10 @@ def test_problems_that_are_trained_on_and_measured_are_refused():
 
 
 def test_too_few_problems_are_named():
-    message = "holds 20 problems: data.num_heldout=15 and data.num_validation=5 leave none"
+    message = (
+        "holds 20 problems: data.num_heldout=15 and data.num_validation=5 leave none to train on: "
+        ".* data.num_heldout=2, or name another file by data.heldout_path"
+    )
     with pytest.raises(ValueError, match=message):
         divide_problems(PROBLEMS, heldout=None, num_heldout=15, num_validation=5, seed=0)
 

@@ -51,7 +51,7 @@ def test_ray_runs_a_task_or_is_named(monkeypatch):
         status, output = look("ray", RAY_ADDRESS=address)
     assert status == 1
     assert f"FAIL  ray: RAY_ADDRESS={address} cannot be reached" in output
-    assert "-> start it, or unset RAY_ADDRESS" in output
+    assert "-> start that Ray, or set RAY_ADDRESS=local" in output
 
 
 @pytest.mark.slow

@@ -168,7 +168,7 @@ def test_bad_input_ends_the_command_before_anything_starts(model, tmp_path, monk
                 f"--host 127.0.0.1 --port {port}: Address already in use",
             ),
             ([model, "--host", "localhost"], "--host 'localhost' must be an IP address"),
-            ([str(tmp_path / "none")], "cannot be read"),
+            ([str(tmp_path / "none")], "none' is no directory"),
             ([model, "tinker.max_models=0"], "tinker.max_models=0"),
         ]:
             done = CliRunner().invoke(build_app(), ["serve-tinker", *arguments, *state])

@@ -12,6 +12,7 @@ from rl_interfaces.backend.checkpoint.hf_files import write_config
 from rl_interfaces.backend.checkpoint.optimizer_state import TrainState
 from rl_interfaces.backend.components import ReferenceCopy, move_optimizer_state
 from rl_interfaces.backend.engine import EngineInfo, HfExport, Scored, module_mode
+from rl_interfaces.backend.fake import computes_values
 from rl_interfaces.backend.host_memory import OffloadBuffers
 from rl_interfaces.backend.torch_optim import build_scheduler
 from torch import nn
@@ -361,22 +362,8 @@ class DTensorEngine:
             torch.random.fork_rng(devices=devices),
         ):
             forward = self._forward_of_head(pad_token_id)
-            drops = self.config.adapters is not None and self.config.adapters.lora_dropout > 0
-            if self.optimizer is not None and not (self.config.model_dropout or drops):
-                with self.parallel.unsharded_sequences():
-                    check_modes(
-                        self.model,
-                        lambda training: self.mode(training=training),
-                        compute_dtype=self.config.compute_dtype,
-                    )
-            if isinstance(forward, Forward):
-                check_causality(
-                    self.model,
-                    forward.logprobs,
-                    parallel=self.parallel,
-                    compute_dtype=self.config.compute_dtype,
-                    device=self._device,
-                )
+            if computes_values():
+                self._check_model(forward)
             packed = self.config.planned_by == "sequence_packing"
             features = self.parallel.features(packed=packed)
 
@@ -394,6 +381,25 @@ class DTensorEngine:
             if features:
                 keep_apart(self.model, check, self.parallel, self.config.compute_dtype)
         return forward
+
+    def _check_model(self, forward: Forward | ValueForward) -> None:
+        """Raise if the model computes what its use would not expect. Collective."""
+        drops = self.config.adapters is not None and self.config.adapters.lora_dropout > 0
+        if self.optimizer is not None and not (self.config.model_dropout or drops):
+            with self.parallel.unsharded_sequences():
+                check_modes(
+                    self.model,
+                    lambda training: self.mode(training=training),
+                    compute_dtype=self.config.compute_dtype,
+                )
+        if isinstance(forward, Forward):
+            check_causality(
+                self.model,
+                forward.logprobs,
+                parallel=self.parallel,
+                compute_dtype=self.config.compute_dtype,
+                device=self._device,
+            )
 
     def _build_decoding(self) -> Decoding | None:
         if not isinstance(self.forward, Forward):

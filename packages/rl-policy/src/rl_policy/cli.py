@@ -148,10 +148,10 @@ def _command(
 def _known_end(error: Exception, directory: RunDirectory) -> list[str] | None:
     """Return the lines for an end that a traceback would not explain; None for any other."""
     from rl_policy.data.rewards import RewardError
-    from rl_policy.ray.failures import death_behind
+    from rl_policy.ray.failures import RayStartError, death_behind
     from rl_policy.run.directory import is_disk_full
 
-    if isinstance(error, RewardError):
+    if isinstance(error, (RewardError, RayStartError)):
         return [f"error: {' '.join(str(error).split())}"]
     if is_disk_full(error):
         return [f"error: {' '.join(str(error).split())}", "the checkpoints before it are whole"]

@@ -30,6 +30,7 @@ from rl_dtensor_worker.model.lora import (
     without_adapters,
 )
 from rl_dtensor_worker.model.quantized import quantized_files, take_quantization
+from rl_dtensor_worker.model.recompute import enable_checkpointing
 from rl_dtensor_worker.model.rotary import fix_rotary_length
 from rl_dtensor_worker.parallel.fsdp import local_tensor, owned_indices, shard_model
 from rl_dtensor_worker.parallel.plans import apply_plan, check_sizes, plan_of
@@ -230,7 +231,7 @@ def build_model(
     loader = ModelLoader(model, config)
     _add_adapters(model, config)
     if config.activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable_checkpointing(model)
     # Tensor parallelism first: FSDP shards the local shards, and wraps what adapters have added.
     if tensor_parallel is not None:
         plan = plan_of(model, custom=config.custom_parallel_plan, size=tensor_parallel.size)

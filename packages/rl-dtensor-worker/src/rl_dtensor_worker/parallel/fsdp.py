@@ -123,9 +123,11 @@ def abandon_pass(model: nn.Module) -> None:
             group.comm_ctx.post_forward_order.clear()
             group._training_state = TrainingState.IDLE
             for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
                 if (unsharded := getattr(parameter, "_unsharded_param", None)) is not None:
                     unsharded.grad = None
+                # From torch 2.15 on a view of the gradient above, which cannot be set.
+                if parameter.unsharded_accumulated_grad is not None:
+                    parameter.unsharded_accumulated_grad = None
     reshard_model(model)
     model.zero_grad(set_to_none=True)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,8 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 from packaging.requirements import Requirement
+
+from rl_policy.ray.address import check_running_ray
 
 PARTS = ("versions", "devices", "packages", "limits", "ranks", "ray")
 """What is looked at, in this order."""
@@ -43,7 +44,6 @@ _PACKAGES = (
 _IMPORT_LIMIT_S = 120.0
 _RANKS_LIMIT_S = 120.0
 _RAY_LIMIT_S = 120.0
-_CONNECT_LIMIT_S = 5.0
 # For some ranks; Ray's own documentation asks for 65536, for many.
 _LEAST_OPEN_FILES = 4096
 # Of /dev/shm: batches of a small run, and a bucket of a refit.
@@ -258,18 +258,12 @@ def _check_ranks() -> Iterator[Finding]:
 
 
 def _check_ray() -> Iterator[Finding]:
-    address = os.environ.get("RAY_ADDRESS", "")
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdigit():
-        try:
-            socket.create_connection((host, int(port)), timeout=_CONNECT_LIMIT_S).close()
-        except OSError as error:
-            yield Finding(
-                name="ray",
-                text=f"RAY_ADDRESS={address} cannot be reached: {error}",
-                remedy="start it, or unset RAY_ADDRESS for one of this machine alone",
-            )
-            return
+    try:
+        check_running_ray()
+    except ValueError as error:
+        fault, _, remedy = str(error).rpartition(": ")
+        yield Finding(name="ray", text=fault, remedy=remedy)
+        return
     code, lines = _run(_RAY, limit_s=_RAY_LIMIT_S)
     if code:
         yield Finding(

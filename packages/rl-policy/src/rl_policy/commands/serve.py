@@ -103,7 +103,10 @@ def load_serve_config(
         ImportError: vLLM is not installed.
     """
     from rl_policy.generation.vllm import VllmGeneration
+    from rl_policy.run.inputs import is_missing_directory
 
+    if is_missing_directory(target):
+        raise ValueError(f"RUN_DIR|MODEL={target!r} is no directory")
     config = parse_server(ServeConfig, model=target, path=path, overrides=overrides, base=_DEFAULTS)
     base = merge_policy(DEFAULT_POLICY, _policy_of_run(target))
     # A server takes what its model takes.

@@ -269,7 +269,7 @@ def _end_of_server(run: Callable[[], int]) -> NoReturn:
     Args:
         run: Returns the number of the signal if it has caught one itself, else 0.
     """
-    from rl_policy.ray.failures import WorkerGroupError, death_behind
+    from rl_policy.ray.failures import RayStartError, WorkerGroupError, death_behind
 
     with interrupted_by_signals() as received:
         try:
@@ -277,7 +277,7 @@ def _end_of_server(run: Callable[[], int]) -> NoReturn:
                 number = run()
         except KeyboardInterrupt:
             number = received[0] if received else signal.SIGINT
-        except WorkerGroupError as error:
+        except (RayStartError, WorkerGroupError) as error:
             death = death_behind(error)
             text = " ".join(str(error).split()) if death is None else death.summary
             reason = "" if death is None else f": {death.reason}"

@@ -308,6 +308,13 @@ class RunConfig(Section):
     tracking: TrackingSection = TrackingSection()
     report: ReportSection = ReportSection()
 
+    @field_validator("logger", mode="before")
+    @classmethod
+    def _check_logger(cls, logger: object) -> object:
+        if isinstance(logger, str):
+            raise ValueError(f"is a list of names: logger=[{logger}]")
+        return logger
+
     @field_validator("policy")
     @classmethod
     def _complete_policy(cls, policy: Settings) -> Settings:

@@ -496,7 +496,9 @@ def divide_problems(
     if num_validation >= len(shuffled):
         raise ValueError(
             f"data.path holds {len(problems)} problems: data.num_heldout={num_heldout} and "
-            f"data.num_validation={num_validation} leave none to train on"
+            f"data.num_validation={num_validation} leave none to train on: set them to a part of "
+            f"these, such as data.num_heldout={max(1, len(problems) // 10)}, or name another file "
+            "by data.heldout_path"
         )
     _require_disjoint(shuffled, heldout)
     train = tuple(shuffled[num_validation:])
@@ -531,7 +533,8 @@ def divide_pairs(
         if num_heldout >= len(prompts):
             raise ValueError(
                 f"data.path holds pairs of {len(prompts)} prompts: data.num_heldout={num_heldout} "
-                "leaves none to train on"
+                "leaves none to train on: set a part of these, such as "
+                f"{max(1, len(prompts) // 10)}, or name another file by data.heldout_path"
             )
         measured = set(random.Random(f"{seed}/division").sample(prompts, num_heldout))
         heldout = [pair for pair in pairs if pair.prompt in measured]

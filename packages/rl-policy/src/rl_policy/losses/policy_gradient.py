@@ -255,14 +255,18 @@ class ClippedPGLoss:
         self, ratio: torch.Tensor, advantages: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cost of each token, and where a bound sets its gradient to zero."""
-        # Strictly greater: where both costs are equal, as at advantage 0, nothing is clipped.
+        # Strictly greater: where both costs are equal, as at advantage 0, nothing is clipped. The
+        # gradient of `torch.maximum` would be half of each there, and from torch 2.15 on that of
+        # `clamp` is zero at its bounds.
         free = -ratio * advantages
         bounded = -self._clip(ratio) * advantages
-        cost, is_clipped = torch.maximum(free, bounded), bounded > free
+        is_clipped = bounded > free
+        cost = torch.where(is_clipped, bounded, free)
         if self.dual_clip is not None:
             ceiling = self.dual_clip * advantages.abs()
             # The ceiling acts on negative advantages only: a positive one has a negative cost.
-            cost, is_clipped = torch.minimum(cost, ceiling), is_clipped | (cost > ceiling)
+            is_above = cost > ceiling
+            cost, is_clipped = torch.where(is_above, ceiling, cost), is_clipped | is_above
         return cost, is_clipped
 
     def _weighted_cost(

@@ -93,8 +93,9 @@ class ValueLoss:
             before = target_column(data, "prev_values", values)
             bounded = before + (values - before).clamp(-self.clip, self.clip)
             bounded_cost = masked_difference(bounded, returns, mask) ** 2
-            is_clipped = (bounded_cost > cost).float()
-            cost = torch.maximum(cost, bounded_cost)
+            is_above = bounded_cost > cost
+            # Where both are equal the gradient is that of the free value: see `ClippedPGLoss`.
+            cost, is_clipped = torch.where(is_above, bounded_cost, cost), is_above.float()
         measured = {"value_mean": values, "value_clip_fraction": is_clipped}
         shares = {
             key: share_of(each.detach(), mask, global_valid_toks) for key, each in measured.items()

@@ -1,4 +1,4 @@
-"""The process of `plan_memory`: `python -m rl_policy.planning.process RESULT < request`."""
+"""What the process of `plan_memory` does: it traces a worker and composes the plan."""
 
 from __future__ import annotations
 
@@ -365,7 +365,3 @@ def _bucket_bytes(subject: Subject, trace: WorkerTrace, *, num_parameters: int) 
     eighth = TensorSpec("", specs[0].dtype, (num_parameters // 8,))
     wanted = max(default_bucket_bytes(specs), default_bucket_bytes([eighth] * 8))
     return RefitPlan.of(specs, wanted).largest_bucket
-
-
-if __name__ == "__main__":
-    main()

@@ -110,7 +110,7 @@ def _run(request: dict[str, object]) -> dict[str, object]:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch, "plan.json")
-        command = [sys.executable, "-m", "rl_policy.planning.process", str(result)]
+        command = [sys.executable, "-m", "rl_policy.planning", str(result)]
         try:
             finished = subprocess.run(
                 command,

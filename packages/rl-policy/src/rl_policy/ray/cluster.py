@@ -29,6 +29,8 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rl_policy.ray.address import check_running_ray, find_running_ray
+from rl_policy.ray.failures import RayStartError
 from rl_policy.ray.hosts import SpareHosts
 
 if TYPE_CHECKING:
@@ -38,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 # Ray's name for whether it forms clusters of several machines.
 _CLUSTER_SETTING = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+# And for how often it tries an address.
+_ATTEMPTS_SETTING = "RAY_NUM_REDIS_GET_RETRIES"
+_LOOK = "`rl-policy doctor limits ray` looks for the cause"
 # For a watcher that finds nothing to end.
 _WATCHER_LIMIT_S = 20.0
 # Of a Ray that is started here.
@@ -176,8 +181,17 @@ def _without_services() -> Iterator[None]:
         node._webui_url = None
 
     services = ("start_monitor", "start_api_server")
-    starts = {name: getattr(Node, name) for name in services}
-    for name in services:
+    starts = {name: getattr(Node, name) for name in services if hasattr(Node, name)}
+    if len(starts) < len(services):
+        # They are for lookers-on: a run is the same with them, and its start takes longer.
+        lacking = ", ".join(name for name in services if name not in starts)
+        logger.warning(
+            "Ray %s has no Node.%s: what it starts for its autoscaler and dashboard runs beside "
+            "the ranks",
+            ray.__version__,
+            lacking,
+        )
+    for name in starts:
         setattr(Node, name, start_nothing)
     try:
         yield
@@ -186,8 +200,52 @@ def _without_services() -> Iterator[None]:
             setattr(Node, name, start)
 
 
+@contextmanager
+def _one_attempt_to_join() -> Iterator[None]:
+    """Let Ray give up an address after one attempt, of about 40 s, where its own number is 20.
+
+    What the user's environment says of it stands.
+    """
+    attempts = ray_constants.NUM_REDIS_GET_RETRIES
+    if _ATTEMPTS_SETTING not in os.environ:
+        ray_constants.NUM_REDIS_GET_RETRIES = 1
+    try:
+        yield
+    finally:
+        ray_constants.NUM_REDIS_GET_RETRIES = attempts
+
+
+@contextmanager
+def _explained(attempt: str, way_out: str) -> Iterator[None]:
+    """Raise `RayStartError` for what Ray raises, which are classes of every kind.
+
+    Args:
+        attempt: What is tried, as the subject of a sentence: "a Ray of 4 CPUs".
+        way_out: What to do if it fails.
+    """
+    started = monotonic()
+    try:
+        yield
+    except ValueError:
+        # Of the caller's arguments and environment.
+        raise
+    except Exception as error:
+        # What has started of it.
+        ray.shutdown()
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise RayStartError(
+            f"{attempt} is not there after {monotonic() - started:.0f} s: {text[:500]}; {way_out}"
+        ) from error
+
+
 def _join_or_start(num_cpus: int) -> bool:
-    """Connect to Ray; return whether a local one had to be started."""
+    """Connect to Ray; return whether a local one had to be started.
+
+    Raises:
+        ValueError: `RAY_ADDRESS`, or the file of `ray start`, names an address without a Ray.
+        RayStartError: Ray gives up.
+    """
+    check_running_ray()
     num_cpus = max(num_cpus, os.cpu_count() or 1)
     settings = {
         name: value
@@ -196,7 +254,7 @@ def _join_or_start(num_cpus: int) -> bool:
         if f"RAY_{name}" not in os.environ
     }
     try:
-        with _on_loopback(), _without_services():
+        with _on_loopback(), _without_services(), _explained(f"a Ray of {num_cpus} CPUs", _LOOK):
             ray.init(
                 num_cpus=num_cpus,
                 include_dashboard=False,
@@ -207,7 +265,9 @@ def _join_or_start(num_cpus: int) -> bool:
         # `ray.init` refuses num_cpus if it finds a running Ray, and there is no public way to look
         # for one beforehand.
         logger.debug("joining a running Ray: %s", refusal)
-        ray.init(logging_level=logging.ERROR)
+        way_out = f"{_LOOK}, and RAY_ADDRESS=local starts one of this machine alone"
+        with _one_attempt_to_join(), _explained(f"the Ray of {find_running_ray()}", way_out):
+            ray.init(logging_level=logging.ERROR)
         return False
     return True
 

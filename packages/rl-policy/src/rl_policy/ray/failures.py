@@ -26,6 +26,10 @@ _PEER_ERROR = re.compile(r"gloo|nccl|closed by peer|reset by peer|broken pipe", 
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
+class RayStartError(RuntimeError):
+    """No Ray could be started or joined; says what was tried, for how long, and what to do."""
+
+
 class WorkerGroupError(RuntimeError):
     """The ranks cannot be called any more."""
 

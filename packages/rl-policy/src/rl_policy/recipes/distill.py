@@ -396,8 +396,8 @@ DISTILL = Recipe(
         **SFT.builtin,
         # Another model's mistakes are not to be learned.
         "data": {"careless_share": 0.0},
-        "sft": {**SFT.builtin["sft"], "steps": 400, "eval_every": 100, "stop_pass_rate": None},
-        "distill": {"steps": 200, "top_k": 8},
+        "sft": {**SFT.builtin["sft"], "steps": 150, "eval_every": 50, "stop_pass_rate": None},
+        "distill": {"steps": 100, "top_k": 8},
         "policy": {"optimizer": {"kwargs": {"lr": 2.0e-3}}},
     },
     num_policies=2,

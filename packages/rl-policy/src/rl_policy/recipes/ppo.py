@@ -536,6 +536,8 @@ PPO = Recipe(
     policies=_policies,
     builtin={
         **SFT.builtin,
+        # Half of GRPO's warm-up: a value model learns from the start, also where rewards are rare.
+        "sft": {**SFT.builtin["sft"], "stop_pass_rate": 0.8, "eval_every": 50},
         "ppo": {
             "steps": 20,
             "prompts_per_step": 512,

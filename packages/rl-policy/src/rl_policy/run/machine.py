@@ -6,8 +6,6 @@ Looked at before anything starts, and without Ray, whose import takes longer tha
 from __future__ import annotations
 
 import os
-import tempfile
-from pathlib import Path
 
 import torch
 from rl_interfaces.backend.checkpoint.hf_files import (
@@ -18,6 +16,7 @@ from rl_interfaces.backend.checkpoint.hf_files import (
 from transformers import PreTrainedConfig
 
 from rl_policy.config import BUILTIN_MODEL, RunConfig, Settings
+from rl_policy.ray.address import check_running_ray, find_running_ray
 
 # Ranks without a GPU take turns on the cores; more than these only wait, each with a torch of its
 # own in memory.
@@ -27,9 +26,11 @@ _RANKS_PER_CORE = 16
 def check_devices(config: RunConfig) -> None:
     """Raise `ValueError` if a Ray that is started here could not hold the ranks.
 
-    One that runs already may have any number of machines, and says itself what it lacks.
+    One that runs already has to answer. It may have any number of machines, and says itself what
+    it lacks.
     """
-    if _joins_running_ray():
+    if find_running_ray() is not None:
+        check_running_ray()
         return
     key, counts = "cluster.bundle_ct_per_node_list", config.cluster.bundle_ct_per_node_list
     strategy = config.cluster.placement_group_strategy
@@ -91,12 +92,3 @@ def model_config(policy: Settings) -> PreTrainedConfig:
 
 def _is_safe(path: str) -> bool:
     return path.endswith(".safetensors")
-
-
-def _joins_running_ray() -> bool:
-    """Return whether `ray.init` would join a Ray, by the two places in which it looks for one."""
-    address = os.environ.get("RAY_ADDRESS", "")
-    if address:
-        return address != "local"
-    temporary = os.environ.get("RAY_TMPDIR", tempfile.gettempdir())
-    return Path(temporary, "ray", "ray_current_cluster").exists()

@@ -230,9 +230,12 @@ def model_limits(policy: Mapping[str, Any]) -> ModelLimits:
     """
     from transformers import AutoConfig
 
+    from rl_policy.run.inputs import is_missing_directory
     from rl_policy.tinker.engine import ModelLimits
 
     name = policy["model_name"]
+    if is_missing_directory(name):
+        raise ValueError(f"MODEL={name!r} is no directory")
     try:
         found: Any = AutoConfig.from_pretrained(name)  # pyright: ignore[reportUnknownMemberType]
     except OSError as error:

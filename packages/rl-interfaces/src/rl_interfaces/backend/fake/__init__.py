@@ -5,6 +5,6 @@
 """
 
 from rl_interfaces.backend.fake.cpu import fake_cpu
-from rl_interfaces.backend.fake.device import FakeDevice, Figures
+from rl_interfaces.backend.fake.device import FakeDevice, Figures, computes_values
 
-__all__ = ["FakeDevice", "Figures", "fake_cpu"]
+__all__ = ["FakeDevice", "Figures", "computes_values", "fake_cpu"]
