@@ -244,3 +244,33 @@ def threads_of_groups():
     gc.collect()
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     return [name for name in names if "gloo" in name or "tcpstore" in name]
+
+
+def tensors_in_cycles(*, config, batch):
+    """Return the shapes of the tensors that a step leaves to the collector of cycles."""
+    with worker_for(config) as worker:
+        rows = my_rows(batch, config["train_global_batch_size"])
+        loss = make_loss("nll")
+        worker.prepare_for_training()
+        worker.train(rows, loss)
+        step(worker, rows, loss)
+        gc.collect()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            step(worker, rows, loss)
+            gc.collect()
+            return [tuple(each.shape) for each in gc.garbage if isinstance(each, torch.Tensor)]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+
+
+def step(worker, rows, loss):
+    worker.prepare_for_lp_inference()
+    worker.generate(rows, greedy=True)
+    worker.get_logprobs(rows)
+    worker.get_reference_policy_logprobs(rows)
+    worker.prepare_for_training()
+    worker.train(rows, loss)
+    worker.offload_before_refit()
+    worker.offload_after_refit()

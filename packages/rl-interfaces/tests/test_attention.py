@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from rl_interfaces.backend import attention
 from rl_interfaces.backend.attention import (
     RowGroups,
     attend,
@@ -150,6 +151,25 @@ def test_rows_are_gathered_together_and_their_gradients_summed():
 def test_a_cpu_takes_rows():
     states = torch.randn(5, 2, 8, dtype=torch.bfloat16)
     assert not takes_packed(states, states)
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_the_packed_kernel_is_given_shared_keys_as_its_version_takes_them(monkeypatch, shares):
+    made = []
+
+    def varlen_attn(*args, **kwargs):
+        made.append((args, kwargs))
+        return args[0]
+
+    monkeypatch.setattr(attention, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(attention, "_PACKED_SHARES_KEYS", shares)
+    query, key, value = (torch.randn(5, heads, 8) for heads in (8, 2, 2))
+    attend_to_packed(query, key, value, torch.tensor([0, 5]), max_seqlen=5)
+    ((_, given_key, given_value, *_), options) = made[0]
+    assert ("enable_gqa" in options) == shares
+    for given, wanted in ((given_key, key), (given_value, value)):
+        assert given.shape[1] == (2 if shares else 8)
+        assert torch.equal(given[:, :: given.shape[1] // 2], wanted)
 
 
 @pytest.mark.gpu

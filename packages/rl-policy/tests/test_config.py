@@ -2,6 +2,7 @@ import re
 from dataclasses import fields
 
 import pytest
+import torch
 import yaml
 from rl_interfaces import LossType
 from rl_policy.config import (
@@ -15,6 +16,7 @@ from rl_policy.losses import ClippedPGLoss
 from rl_policy.recipes.policy_gradient_config import has_warm_up
 from rl_policy.recipes.sft import sft_policy
 from rl_policy.run.inputs import engine_section
+from rl_policy.run.machine import check_devices
 
 OWN_MODEL = "policy.model_name=some/model"
 
@@ -328,3 +330,13 @@ def test_errors_of_the_runs_own_policy_are_as_they_were():
     same = r"^policy\.model_name=1, policy\.a=2$"
     with pytest.raises(ValueError, match=same), naming_section("policy"):
         raise ValueError("policy.model_name=1, policy.a=2")
+
+
+@pytest.mark.parametrize(("num_gpus", "workers"), [(0, 2), (1, 1), (2, 2), (8, 2)])
+def test_a_machine_with_a_single_gpu_has_one_worker_by_default(monkeypatch, num_gpus, workers):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    config = load_run_config("grpo")
+    assert config.cluster.bundle_ct_per_node_list == [workers]
+    check_devices(config)
+    given = load_run_config("grpo", overrides=["cluster.bundle_ct_per_node_list=[3]"])
+    assert given.cluster.bundle_ct_per_node_list == [3]

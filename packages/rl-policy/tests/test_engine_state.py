@@ -140,6 +140,7 @@ class DeviceMemory:
 
     def __init__(self, *, room):
         self.room, self.calls = set(room), []
+        self.is_busy = False
 
     def wake_up(self, tags):
         self.calls.append(f"wake {' and '.join(tags)}")
@@ -148,12 +149,18 @@ class DeviceMemory:
 
     def sleep(self, level):
         self.calls.append("sleep")
+        if self.is_busy:
+            raise AssertionError("Memory usage increased after sleeping.")
+
+    def collective_rpc(self, attempt, args):
+        self.calls.append(f"workers: {args[0]}")
+        return []
 
 
 def engine_on(memory):
     engine = object.__new__(VllmEngine)
     engine._state, engine._llm, engine._can_sleep = EngineState(), memory, True
-    engine._config = SimpleNamespace(sleep_level=1, generate_timeout_s=60)
+    engine._config, engine._adapter = SimpleNamespace(sleep_level=1, generate_timeout_s=60), None
     engine._thread = EngineThread()
     engine._requests = RequestLoop(engine._thread, step=dict, abort=list)  # of none
     engine._updates = EngineUpdates(
@@ -180,6 +187,24 @@ def test_memory_that_there_was_no_room_for_sleeps_on():
     memory.room.add("kv_cache")
     assert engine.wake(None)
     assert memory.calls == ["sleep", "wake weights", *["wake kv_cache"] * 3]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_that_fails_to_sleep_has_its_memory_back(level):
+    memory = DeviceMemory(room=[*TAGS, "scheduling"])
+    engine = engine_on(memory)
+    engine._config.sleep_level = level
+    memory.is_busy = True
+    with pytest.raises(EngineStateError, match="awake again: Memory usage increased"):
+        engine.sleep()
+    assert memory.calls == ["sleep", "workers: wake_up", "wake scheduling"]
+    assert engine._state.asleep() == []
+    if level == 2:
+        with pytest.raises(EngineStateError, match="dropped the weights"):
+            engine._state.require_generate()
+    memory.is_busy = False
+    engine.sleep()
+    assert engine._state.asleep() == list(TAGS)
 
 
 def test_clients_that_wait_are_woken_by_all_that_lets_an_engine_sample():

@@ -4,6 +4,7 @@ On a machine with a GPU they share it, and what sleeps gives its memory away.
 """
 
 import sys
+from contextlib import ExitStack
 
 import pytest
 import ray
@@ -45,7 +46,15 @@ class Colocated:
 
     def __init__(self, path, tokenizer, *, sleep_level):
         self.tokenizer = tokenizer
+        self.owned = ExitStack()
         self.cluster = RayVirtualCluster([1], max_colocated_worker_groups=2)
+        self.owned.callback(self.cluster.shutdown)
+        with ExitStack() as failed:
+            failed.callback(self.close)
+            self.open(path, sleep_level=sleep_level)
+            failed.pop_all()
+
+    def open(self, path, *, sleep_level):
         section = {
             "model_name": str(path),
             "precision": "float32",
@@ -57,23 +66,23 @@ class Colocated:
             "optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.5}},
             "timeout_s": 120,
         }
-        self.policy = Policy(self.cluster, section, tokenizer, init_reference_model=False)
+        self.policy = Policy(self.cluster, section, self.tokenizer, init_reference_model=False)
+        self.owned.callback(self.policy.shutdown)
         config = generation_config(
             path,
             sleep_level=sleep_level,
             kv_cache_memory_bytes=CACHE_BYTES,
         )
         self.engines = VllmGeneration(
-            self.cluster, {**config, "temperature": 1.0}, tokenizer, timeout_s=120.0
+            self.cluster, {**config, "temperature": 1.0}, self.tokenizer, timeout_s=120.0
         )
+        self.owned.callback(self.engines.shutdown)
         transport = "cuda_ipc" if HAS_GPU else "shm"
         self.link = WeightLink(self.policy, self.engines, is_paired=True, transport=transport)
         self.engines.finish_generation()
 
     def close(self):
-        self.engines.shutdown()
-        self.policy.shutdown()
-        self.cluster.shutdown()
+        self.owned.close()
 
     def train(self, samples):
         self.policy.prepare_for_training()

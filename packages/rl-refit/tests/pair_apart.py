@@ -32,6 +32,7 @@ class ReceiverApart:
 
     def __init__(self, arguments, options, into):
         self._into = into or {}
+        self._swap = None
         context = process_context(options["device"], preload=_PRELOADED)
         self._pipe, other = context.Pipe()
         sent = pickle.dumps((arguments, options, self._into))
@@ -44,8 +45,9 @@ class ReceiverApart:
     def version(self):
         return self._call("version")
 
-    def begin(self, version):
-        return self._call("begin", version)
+    def begin(self, version, *, swap=None):
+        self._swap = swap
+        return self._call("begin", version, swap is not None)
 
     def receive(self, version, load):
         _send(self._pipe, ("receive", version))
@@ -90,7 +92,7 @@ class ReceiverApart:
                     self._into[name].copy_(tensor)
                 continue
             try:
-                load(value)
+                self._swap() if kind == "swap" else load(value)
                 _send(self._pipe, None)
             except Exception as error:
                 _send(self._pipe, error)
@@ -99,33 +101,54 @@ class ReceiverApart:
 def _serve(pipe, sent):
     """Answer calls until the receiver is closed."""
     torch.set_num_threads(1)
-    arguments, options, into = pickle.loads(sent)
-    into = {name: tensor.to(options["device"]) for name, tensor in into.items()}
-    receiver = RefitReceiver(*arguments, into=into, **options)
+    served = _Served(pipe, *pickle.loads(sent))
     _send(pipe, ("returned", None))
-
-    def load(tensors):
-        assert all(tensor.device == torch.device(options["device"]) for _, tensor in tensors)
-        _send(pipe, ("load", [(name, tensor.cpu()) for name, tensor in tensors]))
-        if (error := _receive(pipe)) is not None:
-            raise error
-
-    def answer(name, *values):
-        if name == "version":
-            return receiver.version
-        if name == "receive":
-            receiver.receive(*values, load)
-            _send(pipe, ("into", {name: tensor.cpu() for name, tensor in into.items()}))
-            return None
-        return getattr(receiver, name)(*values)
-
     name = ""
     while name != "close":
         name, *values = _receive(pipe)
+        served.respond(name, *values)
+
+
+class _Served:
+    """A receiver whose loads and swaps are asked for over the pipe."""
+
+    def __init__(self, pipe, arguments, options, into):
+        self._pipe = pipe
+        self._device = torch.device(options["device"])
+        self._into = {name: tensor.to(self._device) for name, tensor in into.items()}
+        self._receiver = RefitReceiver(*arguments, into=self._into, **options)
+
+    def respond(self, name, *values):
         try:
-            _send(pipe, ("returned", answer(name, *values)))
+            own = getattr(self, name, None)
+            result = own(*values) if own else getattr(self._receiver, name)(*values)
+            _send(self._pipe, ("returned", result))
         except Exception as error:
-            _send(pipe, ("raised", error))
+            _send(self._pipe, ("raised", error))
+
+    def version(self):
+        return self._receiver.version
+
+    def begin(self, version, has_swap):
+        swap = partial(self._ask, "swap", None) if has_swap else None
+        return self._receiver.begin(version, swap=swap)
+
+    def receive(self, version):
+        report = self._receiver.receive(version, self._load)
+        _send(self._pipe, ("into", {name: tensor.cpu() for name, tensor in self._into.items()}))
+        return report
+
+    def _load(self, tensors):
+        assert all(tensor.device == self._device for _, tensor in tensors)
+        self._ask("load", [(name, tensor.cpu()) for name, tensor in tensors])
+
+    def _ask(self, *order):
+        _send(self._pipe, order)
+        # What is asked may ask in turn, before it answers.
+        while isinstance(message := _receive(self._pipe), tuple):
+            self.respond(*message)
+        if message is not None:
+            raise message
 
 
 # By value: a pipe's own way would share the memory of a tensor, and leave files open for it.

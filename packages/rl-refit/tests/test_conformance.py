@@ -18,7 +18,7 @@ class TestShm(TransportConformance):
 
 class TestShmIntoOtherProcesses(TransportConformance):
     pair = PairApart("shm")
-    groups = ("versions",)
+    groups = ("versions", "staging")
 
 
 @pytest.mark.slow

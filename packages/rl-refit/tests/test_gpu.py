@@ -19,6 +19,8 @@ pytestmark = [
 ]
 DEVICE = "cuda:0"
 PAIR = PairApart("cuda_ipc", device=DEVICE)
+# Each process of a case makes a context of CUDA first, which takes a second or more.
+PAIR.patience = 10.0
 
 
 class Pair:
@@ -115,8 +117,10 @@ def test_the_digest_is_the_same_on_both_devices():
 
 class TestCudaIpc(TransportConformance):
     pair = PAIR
+    num_cases = 4
 
 
 class TestShmWithGpuTensors(TransportConformance):
     pair = PairApart("shm", device=DEVICE)
     groups = ("round_trips",)
+    num_cases = 4

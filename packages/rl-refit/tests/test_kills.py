@@ -1,10 +1,11 @@
 """A sender or a receiver is killed at a random moment of a refit."""
 
 import os
-from multiprocessing.context import SpawnContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 
 import pytest
-from rl_refit.testing import RefitPair, TransportConformance
+import torch
+from rl_refit.testing import RefitPair, TransportConformance, kills
 from rl_refit.testing.kills import Cluster, process_context
 from rl_refit.testing.leftovers import private_tempdir
 
@@ -40,8 +41,16 @@ class TestShmOften(Kills):
     num_cases = DRILLS
 
 
-def test_processes_on_a_gpu_are_no_forks():
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_forks_of_what_the_kit_imports_can_use_a_gpu():
+    preload = ["torch", "rl_refit.testing"]
+    assert isinstance(process_context("cuda:0", preload=preload), ForkServerContext)
+
+
+def test_processes_are_no_forks_where_those_cannot_use_the_gpu(monkeypatch):
     """CUDA refuses a process whose parent has asked for it: "Cannot re-initialize CUDA"."""
+    monkeypatch.setattr(kills, "_forks_can_use", lambda device: False)
     context = process_context("cuda:0", preload=["torch"])
     assert isinstance(context, SpawnContext)
     with private_tempdir() as directory:
@@ -50,6 +59,10 @@ def test_processes_on_a_gpu_are_no_forks():
         parents = {parent_of(each.process.pid) for each in (cluster.sender, *cluster.receivers)}
         cluster.close()
     assert parents == {os.getpid()}
+
+
+def test_a_device_that_is_not_there_is_not_used_by_forks():
+    assert not kills._forks_can_use(torch.device("cuda", 99))
 
 
 def parent_of(pid):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, cast
 
@@ -512,10 +511,12 @@ def move_buffers(model: nn.Module, device: str | torch.device) -> nn.Module:
 
 
 def free_cached_memory(device: torch.device) -> None:
-    """Return the allocator's cached memory to the GPU; do nothing on the CPU."""
+    """Return the allocator's cached memory to the GPU; do nothing on the CPU.
+
+    A call of the worker leaves no tensor in a cycle, so that there is nothing to collect first: a
+    full collection takes 0.3 s, more than all else in a step of a small model.
+    """
     if device.type == "cuda":
-        # A full collection takes 0.3 s, and only a GPU's cache has blocks to gain from it.
-        gc.collect()
         torch.cuda.empty_cache()
 
 

@@ -17,7 +17,9 @@ of similar length are gathered into rows (`RowGroups`).
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 _FLASH_HEAD_SIZE = 256
 _FLASH_CAPABILITY = (8, 0)
+# Since torch 2.12; before, the kernel for packed sequences is given a key for each head.
+_PACKED_SHARES_KEYS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def attend(
@@ -141,7 +145,13 @@ def attend_to_packed(
     """
     # The kernel counts the tokens before; -1 is all of them.
     before = -1 if sliding_window is None else sliding_window - 1
-    output = varlen_attn(
+    kernel = varlen_attn
+    if (shared_by := query.shape[1] // key.shape[1]) > 1:
+        if _PACKED_SHARES_KEYS:
+            kernel = partial(varlen_attn, enable_gqa=True)
+        else:
+            key, value = (each.repeat_interleave(shared_by, 1) for each in (key, value))
+    output = kernel(
         query,
         key,
         value,
@@ -151,7 +161,6 @@ def attend_to_packed(
         max_seqlen,
         scale=scale,
         window_size=(before, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(output, torch.Tensor), "no auxiliary output was asked for"
     return output

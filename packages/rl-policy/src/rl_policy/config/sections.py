@@ -70,13 +70,20 @@ def _names_or_given(value: Any, kind: type, *, key: str) -> Any:
     return value
 
 
+def _two_workers() -> list[int]:
+    # Not with the module: without torch a configuration is read in a fraction of the time.
+    import torch
+
+    return [1 if torch.cuda.device_count() == 1 else 2]
+
+
 class ClusterSection(Section):
     """The devices. The keys but `restarts` are the arguments of `rl_policy.RayVirtualCluster`."""
 
     bundle_ct_per_node_list: list[Annotated[int, Field(ge=1, le=MOST)]] = Field(
-        default=[2], min_length=1
+        default_factory=_two_workers, min_length=1
     )
-    """Workers on each node."""
+    """Workers on each node. By default two, on a machine with a single GPU one."""
     use_gpus: bool | None = None
     """Whether a worker gets a GPU. null: if there are any."""
     num_gpus_per_node: int = Field(default=8, ge=1, le=MOST)
@@ -291,7 +298,7 @@ class RunConfig(Section):
     """Of data, order, the model built here and, if policy.seed is not set, the workers."""
     policy: Settings
     """The policy: the keys of `rl_interfaces.PolicyConfig`."""
-    cluster: ClusterSection = ClusterSection()
+    cluster: ClusterSection = Field(default_factory=ClusterSection)
     tiny_model: TinyModelSection = TinyModelSection()
     data: DataSection = DataSection()
     checkpoint: CheckpointSection = CheckpointSection()

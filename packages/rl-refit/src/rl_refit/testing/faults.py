@@ -209,7 +209,9 @@ IN_ONE_BUCKET: tuple[type[AtOneBucket], ...] = (
 
 def limit_of(kind: type[AtOneBucket], drill: Drill) -> float:
     """Return how long the sender of a drill should wait, in seconds."""
-    return LOST_S if kind is _Dropped and drill.num_buffers == 1 else LIMIT_S
+    if kind is _Dropped and drill.num_buffers == 1:
+        return LOST_S * drill.world.pair.patience
+    return LIMIT_S
 
 
 def _finds(pair: RefitPair, num_cases: int, kind: type[AtOneBucket]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import random
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,18 +40,39 @@ ProcessContext = ForkServerContext | SpawnContext
 def process_context(device: str | torch.device, *, preload: Sequence[str]) -> ProcessContext:
     """Return the multiprocessing context of processes that work on `device`.
 
-    On the CPU they are forked from a server, which starts them in milliseconds. On a GPU they are
-    spawned: no fork of a process that has asked for CUDA can use it, and an import may ask.
+    They are forked from a server, which starts them in milliseconds. No fork of a process that has
+    asked for CUDA can use it, and an import may ask: where a first fork cannot use the device, they
+    are spawned.
 
     Args:
         device: Where the tensors of the processes are.
         preload: The modules that the server imports; a name that it does not find is skipped.
     """
-    if torch.device(device).type == "cuda":
-        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
-    return context
+    device = torch.device(device)
+    if device.type == "cpu" or _forks_can_use(device):
+        return context
+    return multiprocessing.get_context("spawn")
+
+
+@functools.cache
+def _forks_can_use(device: torch.device) -> bool:
+    process = multiprocessing.get_context("forkserver").Process(target=_use, args=(device,))
+    process.start()
+    process.join(PATIENCE_S)
+    can = process.exitcode == 0
+    process.kill()
+    process.join(PATIENCE_S)
+    process.close()
+    return can
+
+
+def _use(device: torch.device) -> None:
+    try:
+        torch.ones(1, device=device).sum().item()
+    except (RuntimeError, AssertionError):  # of CUDA, and of a torch without it
+        sys.exit(1)
 
 
 class SlowSource:

@@ -56,10 +56,17 @@ def nothing_left() -> Generator[Callable[[], None]]:
 
 
 def shared_memory(process_id: int | None) -> set[Path]:
-    """Return the files of named shared memory that a process has mapped."""
+    """Return the files of named shared memory that a process has mapped.
+
+    Those of the CUDA driver are left out: it makes them itself, and nobody else may remove them.
+    """
     maps = Path(f"/proc/{process_id}/maps").read_text().splitlines()
     paths = {line.split(maxsplit=5)[5] for line in maps if "/dev/shm/" in line}
-    return {Path(path) for path in paths if not path.endswith("(deleted)")}
+    return {
+        Path(path)
+        for path in paths
+        if not path.endswith("(deleted)") and not Path(path).name.startswith("cuda.shm.")
+    }
 
 
 def _additions(before: Snapshot, directory: Path, segments: set[Path]) -> Snapshot:

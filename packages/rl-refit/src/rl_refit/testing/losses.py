@@ -57,7 +57,7 @@ def too_few_receivers_commit_nothing(pair: RefitPair, num_cases: int) -> None:
     """Neither the sender nor the receiver that has answered, if fewer than `min_receivers` have."""
     require_surviving(pair)
     with (
-        _world(pair, some_tensors(), timeout_s=4 * SILENCE_S) as world,
+        _world(pair, some_tensors(), timeout_s=4 * SILENCE_S * pair.patience) as world,
         _Silence(world.engines[1]) as first,
         _Silence(world.engines[2]) as second,
     ):
@@ -126,7 +126,10 @@ def an_engine_that_joins_gets_the_present_version_alone(pair: RefitPair, num_cas
 
 
 def _world(pair: RefitPair, tensors: Tensors, *, timeout_s: float | None = None) -> World:
-    options: SenderOptions = {"min_receivers": 2, "receiver_timeout_s": SILENCE_S}
+    options: SenderOptions = {
+        "min_receivers": 2,
+        "receiver_timeout_s": SILENCE_S * pair.patience,
+    }
     if timeout_s is not None:
         options["timeout_s"] = timeout_s
     return World(pair, tensors, 3, **options)

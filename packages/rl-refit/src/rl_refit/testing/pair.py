@@ -142,9 +142,12 @@ class RefitPair:
     Attributes:
         is_for_processes: Whether the ends can be in different processes, so that one of them can
             be killed.
+        patience: Factor of the limits of a second or less in which the rules expect an answer of
+            the other end. The first use of a GPU in a process takes seconds.
     """
 
     is_for_processes = True
+    patience = 1.0
 
     def __init__(
         self, transport: str, *, verify: Verify = "digest", device: torch.device | str = "cpu"

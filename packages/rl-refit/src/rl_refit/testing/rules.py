@@ -270,7 +270,7 @@ def a_failed_load_poisons_all_until_a_full_resend(pair: RefitPair, num_cases: in
 
 def waits_end_at_their_time_limit(pair: RefitPair, num_cases: int) -> None:
     """That of a sender for its second receiver, and that of a receiver for its sender."""
-    sender = pair.open_sender(some_tensors(), num_receivers=2, timeout_s=SHORT_S)
+    sender = pair.open_sender(some_tensors(), num_receivers=2, timeout_s=SHORT_S * pair.patience)
     engine = Engine(pair, sender.address)
     sent, received = outcomes(lambda: sender.send(1), lambda: engine.refit(1))
     assert isinstance(sent, errors.RefitTimeoutError), f"the sender ended with {sent!r}"
@@ -278,7 +278,7 @@ def waits_end_at_their_time_limit(pair: RefitPair, num_cases: int) -> None:
     engine.receiver.close()
     sender.close()
     sender = pair.open_sender(some_tensors())
-    engine = Engine(pair, sender.address, timeout_s=SHORT_S)
+    engine = Engine(pair, sender.address, timeout_s=SHORT_S * pair.patience)
     refuses(errors.RefitTimeoutError, lambda: engine.refit(1), "a receiver alone")
     engine.receiver.close()
     sender.close()
@@ -287,7 +287,7 @@ def waits_end_at_their_time_limit(pair: RefitPair, num_cases: int) -> None:
 def a_wrong_token_is_rejected(pair: RefitPair, num_cases: int) -> None:
     """And the receiver with the right token is served afterwards."""
     tensors = some_tensors()
-    sender = pair.open_sender(tensors, timeout_s=4 * SHORT_S)
+    sender = pair.open_sender(tensors, timeout_s=4 * SHORT_S * pair.patience)
     stranger = Engine(pair, {**sender.address, "token": "00" * 32})
     sent, received = outcomes(lambda: sender.send(1), lambda: stranger.refit(1))
     kind = errors.AuthenticationError

@@ -7,6 +7,8 @@ GPU buffers are exported and opened once per connection. A bucket is announced w
 stream has written it, and acknowledged when the receiver's stream has read it, without a
 synchronisation of the device. torch frees exported memory only when its reader has released it,
 which a killed receiver never does: so a sender uses one set of buffers for all of its connections.
+It counts readers in a file of `/dev/shm`, which stays behind where a sender is killed: the
+receivers remove it then.
 """
 
 # torch is annotated only in part.
@@ -20,7 +22,10 @@ import fcntl
 import inspect
 import mmap
 import os
+import re
 import weakref
+from collections.abc import Iterable
+from pathlib import Path
 
 import msgspec
 import torch
@@ -40,6 +45,9 @@ from rl_refit.transports import (
 
 # From linux/fcntl.h (5.1), not in Python's fcntl: existing mappings may write, new ones may not.
 _F_SEAL_FUTURE_WRITE = 0x0010
+
+# What torch calls the shared memory in which it counts readers.
+_COUNTERS = re.compile(r"/torch_(\d+)_\d+_\d+")
 
 # Not Python's own mmap, which keeps a duplicate of the descriptor open for every mapping.
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -114,6 +122,7 @@ class CudaIpcTransport(Transport):
                 "segments, unset it or use transport='shm'"
             )
         self._memory: torch.Tensor | None = None
+        self._counters: set[str] = set()
 
     def open_sender(self, context: SenderContext) -> SendingSide:
         """Return buffers on the sender's GPU."""
@@ -126,16 +135,44 @@ class CudaIpcTransport(Transport):
     def open_receiver(self, context: ReceiverContext) -> ReceivingSide:
         """Return the sender's buffers, opened in this process."""
         _require_cuda(context.device)
-        return _CudaIpcReceiver(context)
+        handle = msgspec.convert(context.grant["buffers"], CudaHandle)
+        self._remove_counters()
+        if handle.ref_counter_handle is not None:
+            self._counters.add(handle.ref_counter_handle.decode())
+        return _CudaIpcReceiver(context, handle)
 
     def close(self) -> None:
         """Release the sender's buffers."""
-        self._memory = None
+        self._remove_counters()
+        if self._memory is not None:
+            self._memory = None
+            # torch removes the file of its counters here, if all receivers have closed.
+            torch.cuda.ipc_collect()
+
+    def _remove_counters(self) -> None:
+        self._counters -= remove_orphans(self._counters)
 
 
 def _require_cuda(device: torch.device) -> None:
     if device.type != "cuda":
         raise ValueError(f'transport="cuda_ipc" needs a CUDA device, not {device}')
+
+
+def remove_orphans(names: Iterable[str]) -> set[str]:
+    """Remove the files in which processes that have ended counted the readers of GPU memory.
+
+    Args:
+        names: As torch gives them to shared memory, `/torch_PID_NUMBER_NUMBER`. Others are left
+            alone: they come from another process.
+
+    Returns:
+        Those that were removed.
+    """
+    found = {name: _COUNTERS.fullmatch(name) for name in names}
+    orphans = {name for name, own in found.items() if own and not Path("/proc", own[1]).exists()}
+    for name in orphans:
+        Path(f"/dev/shm{name}").unlink(missing_ok=True)
+    return orphans
 
 
 class _CudaIpcSender(SendingSide):
@@ -164,8 +201,7 @@ class _CudaIpcSender(SendingSide):
 
 
 class _CudaIpcReceiver(_SharedReceiver):
-    def __init__(self, context: ReceiverContext) -> None:
-        handle = msgspec.convert(context.grant["buffers"], CudaHandle)
+    def __init__(self, context: ReceiverContext, handle: CudaHandle) -> None:
         memory = open_cuda(handle, context.device)
         self.buffers = context.buffers_of(memory)
         self._device = context.device

@@ -264,7 +264,19 @@ class VllmEngine:
             if "weights" in asleep:
                 # vLLM takes an engine whose weights are asleep for one that is fully asleep.
                 self._llm.wake_up(["weights"])
+            self._give_memory_away(level)
+
+    def _give_memory_away(self, level: int) -> None:
+        try:
             self._llm.sleep(level=level)
+        except Exception as error:
+            # Its workers fail after they have given memory away, if another process has taken more
+            # of the device meanwhile; vLLM takes the engine for one that is awake, and would load
+            # and sample without that memory.
+            self._on_workers("wake_up")
+            self._llm.wake_up(["scheduling"])
+            self._state.wake(TAGS)
+            raise EngineStateError(f"vLLM does not sleep, and is awake again: {error}") from error
 
     @in_turn
     def wake(self, tags: Sequence[str] | None) -> bool:
