@@ -485,11 +485,14 @@ def versions_window(session: nox.Session) -> None:
     All that are named are in one environment; one without a version has the newest on the index.
     `--record` writes what became of them to the documentation's page.
     """
+    version = "import sys; print('{}.{}'.format(*sys.version_info))"
+    python = str(session.run("python", "-c", version, silent=True)).strip()
+    words = [word for word in session.posargs if word != "--record"]
     try:
-        wanted = window.wanted_versions([word for word in session.posargs if word != "--record"])
+        wanted = window.wanted_versions(words, python)
     except ValueError as error:
         session.error(str(error))
-    lines = test_versions(session, wanted)
+    lines = test_versions(session, wanted, python)
     for line in lines:
         session.log(f"{line.dependency} {line.version}: {line.outcome} {window.counts(line)}")
         if line.note:
@@ -502,10 +505,8 @@ def versions_window(session: nox.Session) -> None:
         session.error(f"not passed within the declared range: {named}; mend it or narrow the range")
 
 
-def test_versions(session: nox.Session, wanted: dict[str, str]) -> list[window.Line]:
+def test_versions(session: nox.Session, wanted: dict[str, str], python: str) -> list[window.Line]:
     """Return what becomes of versions of dependencies, in the nox session's environment."""
-    version = "import sys; print('{}.{}'.format(*sys.version_info))"
-    python = str(session.run("python", "-c", version, silent=True)).strip()
     facts = {"python": python, "date": f"{datetime.now(UTC):%Y-%m-%d}"}
     reason = install_versions(session, wanted)
     if reason:

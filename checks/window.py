@@ -149,9 +149,15 @@ def read_cases(results: Path, package: str) -> list[Case]:
 # What is installed.
 
 
-def newest(dependency: str) -> str:
-    """Return the newest version of a dependency on the index, whatever the packages ask for."""
-    done = _uv("pip", "compile", "--quiet", "--no-deps", "--no-header", "-", stdin=dependency)
+def newest(dependency: str, python: str) -> str:
+    """Return the newest version of a dependency on the index, whatever the packages ask for.
+
+    Args:
+        dependency: Its name.
+        python: The major and minor version of Python that it is for.
+    """
+    options = ["--quiet", "--no-deps", "--no-header", "--python-version", python]
+    done = _uv("pip", "compile", *options, "-", stdin=dependency)
     if done.returncode != 0:
         raise RuntimeError(f"the index has no version of {dependency}: {reason_of(done.stderr)}")
     (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"{dependency}==")]
@@ -169,8 +175,12 @@ def declared_range(dependency: str) -> SpecifierSet:
     return SpecifierSet(",".join(dict.fromkeys(str(one) for one in found if str(one))))
 
 
-def wanted_versions(words: Sequence[str]) -> dict[str, str]:
+def wanted_versions(words: Sequence[str], python: str) -> dict[str, str]:
     """Return the versions that a command names, `ray==2.60.0 torch`; the newest where it has none.
+
+    Args:
+        words: Of the command.
+        python: The major and minor version of Python that the newest is for.
 
     Raises:
         ValueError: A word names no dependency of `DEPENDENCIES`, or no single version.
@@ -182,7 +192,7 @@ def wanted_versions(words: Sequence[str]) -> dict[str, str]:
         parts = list(requirement.specifier)
         if len(parts) > 1 or any(part.operator != "==" for part in parts):
             raise ValueError(f"{requirement} is no version: {requirement.name}==VERSION names one")
-        found[requirement.name] = parts[0].version if parts else newest(requirement.name)
+        found[requirement.name] = parts[0].version if parts else newest(requirement.name, python)
     if not found:
         raise ValueError(f"name a dependency: {', '.join(DEPENDENCIES)}")
     return found

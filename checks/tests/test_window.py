@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+from zipfile import ZipFile
 
 import pytest
 from packaging.version import Version
@@ -131,12 +132,29 @@ def test_a_package_without_results_and_a_run_without_tests_have_failed():
 )
 def test_what_names_no_version_is_refused(words, message):
     with pytest.raises(ValueError, match=message):
-        window.wanted_versions(words)
+        window.wanted_versions(words, "3.11")
 
 
 def test_versions_are_those_that_are_named():
     words = ["ray==2.60.0", "megatron-core==0.16.1"]
-    assert window.wanted_versions(words) == {"ray": "2.60.0", "megatron-core": "0.16.1"}
+    found = window.wanted_versions(words, "3.11")
+    assert found == {"ray": "2.60.0", "megatron-core": "0.16.1"}
+
+
+def test_the_newest_version_is_that_for_the_sessions_python(tmp_path, monkeypatch):
+    files, links = tmp_path / "ray", ""
+    files.mkdir()
+    for version, needed in (("1.0", "3.11"), ("2.0", "3.12")):
+        name, folder = f"ray-{version}-py3-none-any.whl", f"ray-{version}.dist-info"
+        with ZipFile(files / name, "w") as wheel:
+            head = f"Metadata-Version: 2.1\nName: ray\nVersion: {version}\n"
+            wheel.writestr(f"{folder}/METADATA", head)
+            wheel.writestr(f"{folder}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        links += f'<a data-requires-python="&gt;={needed}" href="{name}">{name}</a>'
+    (files / "index.html").write_text(links)
+    monkeypatch.setenv("UV_DEFAULT_INDEX", tmp_path.as_uri())
+    found = [window.wanted_versions(["ray"], python)["ray"] for python in ("3.11", "3.12")]
+    assert found == ["1.0", "2.0"]
 
 
 def test_a_reason_is_one_line_without_paths():

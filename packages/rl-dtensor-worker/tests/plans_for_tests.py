@@ -17,6 +17,7 @@ NAMED = ATTENTION | {
     f"{_LAYER}.mlp.up_proj": "colwise_gather_output",
     f"{_LAYER}.mlp.down_proj": "rowwise_split_input",
 }
+GATHERED_QUERIES = {f"{_LAYER}.self_attn.q_proj": "colwise_gather_output"}
 UNMATCHED = NAMED | {f"{_LAYER}.mlp.gate_porj": "colwise"}
 MISNAMED = NAMED | {f"{_LAYER}.mlp.up_proj": "collwise"}
 

@@ -149,10 +149,18 @@ def test_dropout_of_the_config_is_off_in_train_unless_asked_for(
     assert AutoConfig.from_pretrained(result.exported).to_dict()[name] > 0
 
 
-def test_a_model_that_is_not_causal_is_refused_before_a_process_starts(tmp_path):
-    path = build_family(tmp_path, "bert")
-    with pytest.raises(ValueError, match=r"is not causal.*'bert' with is_decoder=False"):
-        DTensorPolicyWorker.validate_config(make_config(path), world_size=1)
+@pytest.mark.parametrize(
+    ("model_type", "told"),
+    [
+        ("bert", "with is_decoder=False, .* has is_decoder=True in its config.json"),
+        ("xlm", "with causal=False, .* has causal=True in its config.json"),
+        ("cpmant", "whose tokens always see the tokens after them"),
+    ],
+)
+def test_a_model_that_is_not_causal_is_refused_before_a_process_starts(tmp_path, model_type, told):
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"is not causal.*'{model_type}' {told}"):
+        DTensorPolicyWorker.validate_config(make_config(str(tmp_path)), world_size=1)
 
 
 def test_a_model_that_sees_later_tokens_is_refused_at_the_start(pools, tmp_path):

@@ -203,6 +203,7 @@ def test_chunks_are_counted_from_the_start_of_each_sharded_sequence(num_ranks):
             None,
             Window(6, is_chunk=True),
         ),
+        ({"layer_types": ["hybrid"]}, None, None),
         ({"sliding_window": 5}, None, Window(5)),
         ({"sliding_window": None}, None, None),
     ],
@@ -217,6 +218,17 @@ def test_a_window_that_a_mask_says_is_that_of_the_config(config, passed, expecte
 def test_another_kind_of_mask_is_refused_by_name():
     module = torch.nn.Module()
     module.config, module.layer_idx = LlamaConfig(**SIZES), 0
-    module.config.layer_types = ["hybrid"]
-    with pytest.raises(ValueError, match="Module implements its hybrid by a mask alone"):
+    module.config.layer_types = ["dilated_attention"]
+    with pytest.raises(ValueError, match="Module implements its dilated_attention by a mask alone"):
+        window_of(module, None)
+
+
+def test_attention_that_several_layers_share_has_no_window_where_none_has():
+    module = torch.nn.Module()
+    module.config, module.layer_idx = LlamaConfig(**SIZES), None
+    module.config.layer_types = ["mamba", "hybrid"]
+    assert window_of(module, None) is None
+    module.config.layer_types = ["full_attention", "sliding_attention"]
+    module.config.sliding_window = 4
+    with pytest.raises(ValueError, match="its sliding_attention of some layers by a mask alone"):
         window_of(module, None)

@@ -18,6 +18,7 @@ from rl_dtensor_worker.parallel.styles import TensorParallel
 from test_parity import assert_equal_parameters
 from tiny_model import make_batch, make_config
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Glm4MoeConfig,
     GPT2Config,
@@ -137,6 +138,35 @@ def test_a_parameter_of_a_sharded_block_that_a_users_plan_leaves_out_is_refused(
     told = r"names no style for model\.layers\.1\.self_attn\.scale \(PReLU\).*custom_parallel_plan"
     with pytest.raises(ValueError, match=told):
         apply_plan(model, plan, mock.create_autospec(TensorParallel, instance=True))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "told"),
+    [
+        ("gemma3n_text", r"uses altup\.correction_coefs\.weight without calling that layer"),
+        ("gemma4", r"uses embed_tokens\.weight without calling that layer"),
+        ("git", r"git\.image_encoder\..*class_embedding is used beside git\.image_encoder\..*"),
+    ],
+)
+def test_models_that_cannot_be_sharded_are_refused_before_a_process_starts(
+    tmp_path, model_type, told
+):
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    config = make_config(str(tmp_path), dtensor_cfg={"enabled": True})
+    DTensorPolicyWorker.validate_config(config, world_size=2)
+    with pytest.raises(ValueError, match=rf"policy\.dtensor_cfg\.tensor_parallel_size: .*{told}"):
+        DTensorPolicyWorker.validate_config(config | {"dtensor_cfg": TP2}, world_size=2)
+
+
+def test_a_users_plan_that_sequence_parallelism_does_not_know_all_of_is_refused_before(tmp_path):
+    parity_models.CONFIGS["qwen3"].save_pretrained(tmp_path)
+    section = TP2 | {"custom_parallel_plan": "plans_for_tests.GATHERED_QUERIES"}
+    config = make_config(str(tmp_path), dtensor_cfg=section)
+    DTensorPolicyWorker.validate_config(config, world_size=2)
+    config["dtensor_cfg"] = section | {"sequence_parallel": True}
+    told = r"sequence_parallel=True: the plan names no style for .*: switch sequence_parallel off"
+    with pytest.raises(ValueError, match=told):
+        DTensorPolicyWorker.validate_config(config, world_size=2)
 
 
 UNEVEN = [("num_attention_heads", 3), ("intermediate_size", 97), ("num_experts", 5)]

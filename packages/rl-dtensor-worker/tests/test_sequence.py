@@ -9,11 +9,13 @@ import pytest
 import torch
 import training_ranks
 from family_models import build_family
-from rl_dtensor_worker.layout import ParallelContext, _report
+from rank_pool import RankFailure
+from rl_dtensor_worker.layout import ParallelContext
 from rl_dtensor_worker.mixing import Way
 from rl_dtensor_worker.parallel.sequence import repeated_layers, run_edges, shard_in_layers
 from rl_dtensor_worker.parallel.structure import blocks_of
 from rl_dtensor_worker.parallel.styles import SequenceScope, TensorParallel, _has_tokens_of
+from rl_dtensor_worker.startup import _report
 from test_parity import assert_step_of_transformers
 from tiny_model import make_batch, make_config
 from torch import nn
@@ -234,3 +236,22 @@ def test_sharded_sequences_equal_full_ones(pools, tmp_path, case):
         num_calls=1,
     )
     assert_step_of_transformers(results, path, batch)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_scores_that_are_right_beside_a_wrong_gradient_are_not_enough(pools, tmp_path, precision):
+    section = {"enabled": True, "tensor_parallel_size": 2, "sequence_parallel": True}
+    path = build_family(tmp_path, "llama")
+    config = make_config(path, dtensor_cfg=section, precision=precision)
+    scopes_of = partial(pools(2).run, training_ranks.sequence_scope)
+    assert scopes_of(config=config) == ["MODEL"] * 2
+    # Only between layers no parameter sees the tokens of one rank.
+    assert scopes_of(config=config, sums=False) == ["BETWEEN_LAYERS"] * 2
+    told = (
+        r"policy\.dtensor_cfg\.sequence_parallel=True: LlamaForCausalLM gets a wrong gradient of "
+        r"model\.\S*norm\S* \(by \d[\d.e+-]* of its norm\), though its scores are right\. Leave"
+    )
+    config["model_name"] = build_family(tmp_path / "one", "llama", num_hidden_layers=1)
+    with pytest.raises(RankFailure, match=told) as failure:
+        scopes_of(config=config, sums=False)
+    assert failure.value.kind == "ValueError"

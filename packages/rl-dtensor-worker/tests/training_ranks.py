@@ -1,7 +1,7 @@
 """Cases of training that ranks run."""
 
 import logging
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import NamedTuple
 from unittest import mock
 
@@ -13,6 +13,7 @@ from ranks import my_rows, parameters_of, shards_of, this_rank, worker_for
 from rl_batched_data import BatchedDataDict
 from rl_dtensor_worker.optim import sum_gradients
 from rl_dtensor_worker.parallel.fsdp import full_tensor
+from rl_dtensor_worker.parallel.styles import Replicated
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -291,9 +292,17 @@ def num_sharded_modules(*, config, as_small=False):
         return sum(isinstance(module, FSDPModule) for module in worker.model.modules())
 
 
-def sequence_scope(*, config):
-    """Return the name of the scope of sequence parallelism that the start has chosen."""
-    with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
+def sequence_scope(*, config, sums=True):
+    """Return the name of the scope of sequence parallelism that the start has chosen.
+
+    Without `sums` a gradient that a rank has of its own tokens is taken for that of all.
+    """
+    unsummed = mock.patch.object(Replicated, "gradient", lambda _, placement: placement)
+    with (
+        nullcontext() if sums else unsummed,
+        worker_for(config, init_reference_model=False) as worker,
+    ):
+        assert all(parameter.grad is None for parameter in worker.model.parameters())
         return worker._engine.parallel.tensor_parallel.scope.name
 
 

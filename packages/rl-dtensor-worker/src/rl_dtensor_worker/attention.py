@@ -44,6 +44,8 @@ WINDOWS_OF_KINDS = {
     "chunked_attention": "attention_chunk_size",
 }
 """What transformers' masks of a kind of layer take from the config."""
+# In layers of the second kind attention is beside a state-space model (Zamba).
+_SEE_ALL = ("full_attention", "hybrid")
 
 
 class Heads(NamedTuple):
@@ -408,17 +410,25 @@ def window_of(module: nn.Module, sliding_window: int | None) -> Window | None:
     config = getattr(module, "config", None)
     kinds = getattr(config, "layer_types", None)
     if kinds:
-        kind = kinds[getattr(module, "layer_idx", 0)]
+        kind = _kind_of(getattr(module, "layer_idx", 0), kinds)
     else:
         kind = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
     size = getattr(config, WINDOWS_OF_KINDS.get(kind, ""), None)
-    if kind != "full_attention" and size is None:
+    if kind not in _SEE_ALL and size is None:
         raise ValueError(
             "policy: sequence_packing, dtensor_cfg.sequence_parallel and dtensor_cfg."
             f"context_parallel_size ignore masks, and {type(module).__name__} implements its "
             f"{kind} by a mask alone: this model needs padded rows"
         )
     return None if size is None else Window(size, is_chunk=kind == "chunked_attention")
+
+
+def _kind_of(layer_idx: int | None, kinds: Sequence[str]) -> str:
+    """Return the kind of an attention layer; one without a number is shared by several layers."""
+    if layer_idx is not None:
+        return kinds[layer_idx]
+    windows = [kind for kind in kinds if kind in WINDOWS_OF_KINDS]
+    return f"{windows[0]} of some layers" if windows else "full_attention"
 
 
 def layout_arguments(layout: AttentionLayout, device: torch.device) -> dict[str, object]:

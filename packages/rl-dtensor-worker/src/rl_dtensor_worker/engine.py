@@ -26,13 +26,7 @@ from rl_dtensor_worker.forward import (
     ValueForward,
     find_token_head,
 )
-from rl_dtensor_worker.layout import (
-    ParallelContext,
-    check_causality,
-    check_layout,
-    check_modes,
-    keep_apart,
-)
+from rl_dtensor_worker.layout import ParallelContext
 from rl_dtensor_worker.model.build import (
     build_model,
     check_attention,
@@ -68,6 +62,13 @@ from rl_dtensor_worker.parallel.plans import (
     refusing_shards,
 )
 from rl_dtensor_worker.parallel.styles import TensorParallel
+from rl_dtensor_worker.startup import (
+    check_causality,
+    check_gradients,
+    check_layout,
+    check_modes,
+    keep_apart,
+)
 from rl_dtensor_worker.weights import (
     AdapterWeights,
     ModelWeights,
@@ -366,17 +367,16 @@ class DTensorEngine:
                 self._check_model(forward)
             packed = self.config.planned_by == "sequence_packing"
             features = self.parallel.features(packed=packed)
+            score = forward.logprobs if isinstance(forward, Forward) else forward.values
+            options = {"compute_dtype": self.config.compute_dtype, "device": self._device}
 
             def check() -> None:
                 for feature in features:
                     check_layout(
-                        self.model,
-                        forward.logprobs if isinstance(forward, Forward) else forward.values,
-                        parallel=self.parallel,
-                        feature=feature,
-                        compute_dtype=self.config.compute_dtype,
-                        device=self._device,
+                        self.model, score, parallel=self.parallel, feature=feature, **options
                     )
+                if self.optimizer is not None and self.parallel.shards_sequences:
+                    check_gradients(self.model, score, parallel=self.parallel, **options)
 
             if features:
                 keep_apart(self.model, check, self.parallel, self.config.compute_dtype)

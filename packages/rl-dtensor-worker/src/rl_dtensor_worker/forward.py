@@ -24,17 +24,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import DynamicCache
 
-from rl_dtensor_worker.layout import (
-    TOLERANCES,
-    ParallelContext,
-    media_of,
-    random_rows,
-    token_columns_of,
-)
+from rl_dtensor_worker.layout import ParallelContext, media_of, token_columns_of
 from rl_dtensor_worker.mixing import ModelError, model_errors
 from rl_dtensor_worker.parallel import collectives
 from rl_dtensor_worker.parallel.structure import class_name
 from rl_dtensor_worker.parallel.styles import sequence_dim
+from rl_dtensor_worker.startup import TOLERANCES, random_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping

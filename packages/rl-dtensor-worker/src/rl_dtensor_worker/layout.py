@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rl_batched_data import PackedTensor, SlicedDataDict
+from rl_batched_data import PackedTensor
 from rl_interfaces.backend.steps import Concatenation, MicroBatch
 
 from rl_dtensor_worker.attention import (
@@ -27,23 +27,13 @@ from rl_dtensor_worker.attention import (
 )
 from rl_dtensor_worker.mixing import (
     Mixing,
-    ModelError,
     PackedSequenceRows,
     PaddedRows,
-    Way,
-    model_errors,
-    run_probe,
-    short_windows,
-    take_attention,
-    ways_of,
 )
-from rl_dtensor_worker.parallel.sequence import shard_in_layers
 from rl_dtensor_worker.parallel.structure import class_name
-from rl_dtensor_worker.parallel.styles import SequenceScope
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Generator, Mapping, Sequence
 
     from rl_batched_data import PackedSequences
     from rl_batched_data.packing.shared_prefixes import SharedPrefixes
@@ -56,14 +46,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Bounds on rounding, relative to the largest log-probability. Attention that leaks across sequences
-# changes log-probabilities by about their own magnitude.
-TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-# Unequal lengths: a token that reads beyond its row's boundary gets another score.
-_LENGTHS = (11, 7, 2)
-# Of the two longer ones, where sharing is checked.
-_COMMON_START = 5
-_SHARING = "dtensor_cfg.share_prefixes=True"
+SHARING = "dtensor_cfg.share_prefixes=True"
 # `[batch, seq]` columns that mark whether a token is of an image or of text.
 TOKEN_COLUMNS = ("mm_token_type_ids", "token_type_ids")
 
@@ -433,7 +416,7 @@ class ParallelContext:
             packed: Whether micro-batches are packed.
         """
         # Rows with too little in common are laid out as without sharing.
-        found = [_SHARING] if self.shares_prefixes else []
+        found = [SHARING] if self.shares_prefixes else []
         if self.context_group is not None:
             found.append(f"dtensor_cfg.context_parallel_size={self.context_group.size()}")
             return found
@@ -451,6 +434,11 @@ class ParallelContext:
             yield
 
     @property
+    def shards_sequences(self) -> bool:
+        """Whether sequence parallelism is on."""
+        return self.tensor_parallel is not None and self.tensor_parallel.shards_sequences
+
+    @property
     def _sequence_shards(self) -> int:
         tp = self.tensor_parallel
         return tp.size if tp is not None and tp.shards_sequences else 1
@@ -459,230 +447,3 @@ class ParallelContext:
     def _shards_whole_model(self) -> bool:
         """Whether what a model makes for all its layers, such as masks, sees local sequences."""
         return self.tensor_parallel is not None and self.tensor_parallel.sequence_parallel
-
-
-@torch.no_grad()
-def check_causality(
-    model: PreTrainedModel,
-    logprobs: Callable[[MicroBatch], torch.Tensor],
-    *,
-    parallel: ParallelContext,
-    compute_dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Raise if a token's log-probability depends on what stands after it. Collective.
-
-    Two random rows that differ in their last token must have the same log-probabilities before it,
-    and a row alone those that it has with padding after it.
-
-    Args:
-        model: The model.
-        logprobs: Returns the log-probability of each token, `[batch, seq]`.
-        parallel: The ranks that run one forward together.
-        compute_dtype: The model's compute dtype.
-        device: Where it is.
-
-    Raises:
-        ValueError: It does; the message names the class and the difference.
-    """
-    vocab_size = model.config.get_text_config().vocab_size
-    random = random_rows(vocab_size)
-    tokens = random["input_ids"][:1].repeat(2, 1)
-    tokens[1, -1] = (tokens[0, -1] + 1) % vocab_size
-    twice = SlicedDataDict({"input_ids": tokens, "input_lengths": random["input_lengths"][[0, 0]]})
-    width = int(random["input_lengths"][1])
-    alone = random.select_indices(torch.tensor([1]))
-    alone["input_ids"] = alone["input_ids"][:, :width]
-
-    def scores_of(rows: SlicedDataDict) -> torch.Tensor:
-        return logprobs(MicroBatch(span=(0, rows.size), rows=rows.to(device)))
-
-    with parallel.unsharded_sequences():
-        one, other = scores_of(twice)[:, :-1]
-        padded, full = scores_of(random)[1, :width], scores_of(alone)[0]
-    for found, expected, what in (
-        (other, one, "another last token changes the log-probabilities before it"),
-        (padded, full, "padding changes the log-probabilities before it"),
-    ):
-        difference = float((found - expected).abs().max() / expected.abs().max())
-        # `not <=` rather than `>`, so that NaN fails.
-        if not difference <= TOLERANCES[compute_dtype]:
-            raise ValueError(
-                f"policy.model_name: {class_name(model)} is not causal: {what} by "
-                f"{difference:.2g} of the largest"
-            )
-
-
-@torch.no_grad()
-def check_modes(
-    model: PreTrainedModel,
-    mode: Callable[[bool], AbstractContextManager[None]],
-    *,
-    compute_dtype: torch.dtype,
-) -> None:
-    """Raise if a model computes otherwise in training mode than when it scores. Collective.
-
-    Args:
-        model: The model, with its dropout off.
-        mode: Opens a context in training mode, or in eval mode.
-        compute_dtype: The model's compute dtype.
-
-    Raises:
-        ValueError: It does; the message names the class and the difference.
-    """
-    found: list[torch.Tensor] = []
-    for training in (True, False):
-        with mode(training):
-            found.append(run_probe(model))
-    trained, scored = found
-    difference = float((trained - scored).abs().max() / scored.abs().max())
-    if not difference <= TOLERANCES[compute_dtype]:
-        raise ValueError(
-            f"policy.model_name: {class_name(model)} computes otherwise in training than when it "
-            f"scores, by {difference:.2g} of the largest logit, so that importance ratios would "
-            "not start at 1: policy.dtensor_cfg.model_dropout=true lets it"
-        )
-
-
-def keep_apart(
-    model: PreTrainedModel,
-    check: Callable[[], None],
-    parallel: ParallelContext,
-    compute_dtype: torch.dtype,
-) -> None:
-    """Find out how a model has to be run for `check` to pass. Collective.
-
-    That is where sequence parallelism shards, and which blocks are run on unpacked rows.
-
-    Raises:
-        ValueError: It passes in no way; what it says where the model's own blocks take the layout.
-    """
-    mixing, first, own = parallel.mixing, None, model.config._attn_implementation
-    with parallel.unsharded_sequences():
-        tolerance = TOLERANCES[compute_dtype]
-        mixing.has_windows_in_masks = take_attention(model, tolerance=tolerance)
-    mixing.attention = model.config._attn_implementation
-    for scope in _scopes(model, parallel.tensor_parallel, lambda: mixing.choose(model, Way(), own)):
-        for way in ways_of(model, parallel.unsharded_sequences):
-            mixing.choose(model, way, own)
-            try:
-                check()
-            except ValueError as error:
-                first = first or error
-            else:
-                return _report(model, scope, way)
-    assert first is not None
-    raise first
-
-
-def _scopes(
-    model: PreTrainedModel, tp: TensorParallel | None, restore: Callable[[], None]
-) -> Generator[SequenceScope, None, None]:
-    """Set one scope of sequence parallelism after the other, the one that shards most first.
-
-    Args:
-        model: The model.
-        tp: The ranks that shard each layer.
-        restore: Has the model run its blocks as they are.
-    """
-    yield SequenceScope.MODEL
-    if tp is None or not tp.shards_sequences:
-        return
-    restore()
-    longest = shard_in_layers(model, tp)
-    for tp.scope, needed in ((SequenceScope.LAYERS, 1), (SequenceScope.BETWEEN_LAYERS, 2)):
-        if longest >= needed:
-            yield tp.scope
-
-
-def _report(model: PreTrainedModel, scope: SequenceScope, way: Way) -> None:
-    """Log what a model that does not take a layout as it stands costs beside others."""
-    if dist.is_initialized() and dist.get_rank() > 0:
-        return
-    if scope is not SequenceScope.MODEL:
-        logger.warning(
-            "policy.dtensor_cfg.sequence_parallel=True shards %s of %s, whose code needs full "
-            "sequences elsewhere: activations are full there, on each rank",
-            scope.value,
-            class_name(model),
-        )
-    if way.keeps_mask:
-        logger.warning(
-            "policy.sequence_packing.enabled=True: %s adds a bias of positions to its mask, which "
-            "takes memory for all pairs of tokens of a packed micro-batch "
-            "(policy.sequence_packing.train_mb_tokens and logprob_mb_tokens)",
-            class_name(model),
-        )
-
-
-@torch.no_grad()
-def check_layout(
-    model: PreTrainedModel,
-    score: Callable[[MicroBatch], torch.Tensor],
-    *,
-    parallel: ParallelContext,
-    feature: str,
-    compute_dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Raise unless tokens get the same scores as in padded rows. Collective.
-
-    Whether a model keeps packed sequences separate, or supports sharded ones, cannot be read from
-    its config: custom kernels, linear attention and convolutions may all read across a boundary.
-    So three random rows are scored in both layouts.
-
-    Args:
-        model: The model.
-        score: Returns the score of each token, `[batch, seq]`.
-        parallel: The ranks that run one forward together.
-        feature: The config key that needs the layout, with its value.
-        compute_dtype: The model's compute dtype.
-        device: Where it is.
-
-    Raises:
-        ValueError: Scores differ; the message names the attention and the difference.
-    """
-    config = model.config
-    batch = random_rows(config.get_text_config().vocab_size)
-    packs = parallel.context_group is not None or feature.startswith("sequence_packing")
-    packed = parallel.concatenation().of(batch).to(device) if packs else None
-    shared = None
-    if feature == _SHARING:
-        batch["input_ids"][1, :_COMMON_START] = batch["input_ids"][0, :_COMMON_START]
-        shared = parallel.concatenation().share(batch)
-        assert shared is not None, "the rows have enough in common"
-        shared = shared.to(device)
-    rows, span = batch.to(device), (0, batch.size)
-    with short_windows(model) if parallel.mixing.has_windows_in_masks else nullcontext():
-        # The oracle: padded rows with full sequences, which every model supports.
-        with parallel.unsharded_sequences():
-            expected = score(MicroBatch(span=span, rows=rows))
-        try:
-            with model_errors(model):
-                found = score(MicroBatch(span=span, rows=rows, packed=packed, shared=shared))
-        except ModelError as error:
-            raise ValueError(
-                f"policy.{feature}: {class_name(model)} does not run so: {error}. Leave the key out"
-            ) from error
-    difference = float((found - expected).abs().max() / expected.abs().max())
-    # `not <=` rather than `>`, so that NaN fails.
-    if not difference <= TOLERANCES[compute_dtype]:
-        attention = getattr(config, "_attn_implementation", "unknown")
-        raise ValueError(
-            f"policy.{feature}: with attention {attention!r}, {class_name(model)} leaks across "
-            f"sequences or loses tokens (scores differ by {difference:.2g} of the largest): use "
-            "another policy.dtensor_cfg.attn_implementation, or leave it out "
-            "(policy.dynamic_batching takes padded rows)"
-        )
-
-
-def random_rows(vocab_size: int) -> SlicedDataDict:
-    """Return three rows of random tokens of unequal lengths, on the CPU, to probe a model with."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (len(_LENGTHS), max(_LENGTHS))
-    return SlicedDataDict(
-        {
-            "input_ids": torch.randint(vocab_size, shape, generator=generator),
-            "input_lengths": torch.tensor(_LENGTHS),
-        }
-    )

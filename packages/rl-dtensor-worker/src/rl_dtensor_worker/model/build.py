@@ -33,7 +33,7 @@ from rl_dtensor_worker.model.quantized import quantized_files, take_quantization
 from rl_dtensor_worker.model.recompute import enable_checkpointing
 from rl_dtensor_worker.model.rotary import fix_rotary_length
 from rl_dtensor_worker.parallel.fsdp import local_tensor, owned_indices, shard_model
-from rl_dtensor_worker.parallel.plans import apply_plan, check_sizes, plan_of
+from rl_dtensor_worker.parallel.plans import apply_plan, check_plan, check_sizes, plan_of
 from rl_dtensor_worker.parallel.structure import decoder_layers
 
 if TYPE_CHECKING:
@@ -150,7 +150,8 @@ def check_modules(config: EngineConfig) -> None:
     _add_adapters(model, config)
     if is_tensor_parallel:
         size = config.layout.tensor_parallel
-        plan_of(model, custom=config.custom_parallel_plan, size=size)
+        plan = plan_of(model, custom=config.custom_parallel_plan, size=size)
+        check_plan(model, plan, sequence_parallel=config.sequence_parallel)
 
 
 def _add_adapters(model: PreTrainedModel, config: EngineConfig) -> None:
@@ -167,18 +168,28 @@ def _add_adapters(model: PreTrainedModel, config: EngineConfig) -> None:
 
 
 def check_causal(model_config: PreTrainedConfig, config: EngineConfig) -> None:
-    """Raise if a language model is an encoder, whose tokens see the tokens after them.
+    """Raise if the tokens of a language model are known to depend on what stands after them.
 
     Raises:
-        ValueError: It is one.
+        ValueError: They do.
     """
-    is_encoder = model_config.model_type in _ENCODERS and not model_config.is_decoder
-    if config.head == "language_model" and is_encoder:
+    reason = _why_not_causal(model_config) if config.head == "language_model" else ""
+    if reason:
         raise ValueError(
             f"policy.model_name={config.model_name!r} is not causal: its model_type is "
-            f"{model_config.model_type!r} with is_decoder=False, so that tokens see the tokens "
-            "after them. A decoder of this family has is_decoder=True in its config.json"
+            f"{model_config.model_type!r} {reason}"
         )
+
+
+def _why_not_causal(model_config: PreTrainedConfig) -> str:
+    kind = model_config.model_type
+    for kinds, flag in ((_ENCODERS, "is_decoder"), (frozenset(["xlm"]), "causal")):
+        if kind in kinds and not getattr(model_config, flag):
+            return (
+                f"with {flag}=False, so that tokens see the tokens after them. A decoder of this "
+                f"family has {flag}=True in its config.json"
+            )
+    return "whose tokens always see the tokens after them" if kind == "cpmant" else ""
 
 
 def check_attention(model_config: PreTrainedConfig, config: EngineConfig) -> None:

@@ -206,6 +206,31 @@ def plan_of(model: PreTrainedModel, *, custom: str | None, size: int) -> Applied
     return {**styles, **adapter_styles(model, adapted_layers(model), style_of)}
 
 
+def check_plan(
+    model: PreTrainedModel,
+    styles: Mapping[str, str | ParallelStyle | type[Style]],
+    *,
+    sequence_parallel: bool,
+) -> None:
+    """Raise if a plan cannot be applied to a model, which is read and not changed.
+
+    Raises:
+        ValueError: A module has a parameter of its own beside sharded submodules, the gradient of a
+            replicated one may be partial on each rank, or the model uses a sharded parameter
+            without calling its layer.
+    """
+    _check_replicated(model, styles)
+    _check_beside(model, styles)
+    if sequence_parallel:
+        _regions(model, styles)
+    used = _used_without_a_call(model.config)
+    if used:
+        raise ValueError(
+            f"{_PATH}.tensor_parallel_size: {class_name(model)} uses {used} without calling that "
+            "layer, which is sharded. Leave the key out"
+        )
+
+
 def apply_plan(
     model: PreTrainedModel,
     styles: Mapping[str, str | ParallelStyle | type[Style]],
@@ -214,12 +239,9 @@ def apply_plan(
     """Shard each module of `model` by its style; afterwards every parameter is a DTensor.
 
     Raises:
-        ValueError: A module has a parameter of its own beside sharded submodules, or the gradient
-            of a replicated one may be partial on each rank.
+        ValueError: See `check_plan`.
     """
-    _check_replicated(model, styles)
-    whole = _around_blocks(model)
-    blocks = [name for name, style in styles.items() if style == "block"]
+    check_plan(model, styles, sequence_parallel=tp.sequence_parallel)
     # A list, as styles replace parameters and forwards while the model is walked.
     for name, module in list(model.named_modules()):
         style = styles.get(name)
@@ -228,14 +250,7 @@ def apply_plan(
         elif style is not None:
             kind = _style_class(style, module, model) if isinstance(style, str) else style
             kind(tp).apply(module)
-        elif own := [parameter for parameter, _ in module.named_parameters(recurse=False)]:
-            shared = [each for each in styles if each.startswith(f"{name}.")]
-            is_in_block = any(name.startswith(f"{block}.") for block in blocks)
-            if shared and name not in whole and not is_in_block:
-                raise ValueError(
-                    f"{_PATH}.tensor_parallel_size: {name}.{own[0]} is used beside {shared[0]}, "
-                    "which is sharded: this model is not supported"
-                )
+        elif has_parameters(module):
             Replicated(tp).apply(module)
     if tp.sequence_parallel:
         for module in _regions(model, styles):
@@ -300,6 +315,42 @@ def _check_replicated(
                     "'replicated_with_grad_allreduce' if its input is sharded, "
                     "'sequence_parallel' if it is not"
                 )
+
+
+def _check_beside(
+    model: PreTrainedModel, styles: Mapping[str, str | ParallelStyle | type[Style]]
+) -> None:
+    """Raise if a module without a style has parameters of its own beside sharded submodules.
+
+    Raises:
+        ValueError: One has.
+    """
+    around = _around_blocks(model)
+    blocks = [name for name, style in styles.items() if style == "block"]
+    for name, module in model.named_modules():
+        if name in styles or name in around or not has_parameters(module):
+            continue
+        sharded = [each for each in styles if each.startswith(f"{name}.")]
+        if sharded and not any(name.startswith(f"{block}.") for block in blocks):
+            own = next(parameter for parameter, _ in module.named_parameters(recurse=False))
+            raise ValueError(
+                f"{_PATH}.tensor_parallel_size: {name}.{own} is used beside {sharded[0]}, "
+                "which is sharded: this model is not supported"
+            )
+
+
+def _used_without_a_call(model_config: PreTrainedConfig) -> str:
+    """Return the parameter outside of blocks that a model uses itself, for types that are known.
+
+    Of other types the first forward says it, see `refusing_shards`.
+    """
+    text = model_config.get_text_config()
+    if text.model_type == "gemma3n_text":
+        return "altup.correction_coefs.weight"
+    # Where it reads images too, it puts the embedding of padding in their place.
+    if model_config.model_type == "gemma4" and text.hidden_size_per_layer_input:
+        return "embed_tokens.weight"
+    return ""
 
 
 def _is_inside(name: str, styles: Mapping[str, object]) -> bool:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import MegatronOptimizer
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 # Up to 0.16 a backend names the class of the experts and their layers; later it builds the experts.
@@ -46,6 +47,15 @@ def experts_spec(
 ) -> partial[SequentialMLP] | tuple[type[SequentialMLP], MLPSubmodules]:
     """Return what `grouped_mlp_modules` of a backend does, for experts with these layers."""
     return partial(experts, submodules=layers) if _builds_experts else (experts, layers)
+
+
+def latent_layers(layers: MLASelfAttentionSubmodules) -> dict[str, Any]:
+    """Return the layers of latent attention as a spec names them, in the form that 0.19 wants.
+
+    Where queries have no latent vector, 0.19 would put a norm before their projection instead.
+    """
+    names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
+    return {name: getattr(layers, name) for name in (*names, "q_layernorm", "kv_layernorm")}
 
 
 def gradients_in_norm(optimizer: MegatronOptimizer) -> list[torch.Tensor]:

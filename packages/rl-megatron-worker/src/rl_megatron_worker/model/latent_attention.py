@@ -14,9 +14,12 @@ import torch.nn.functional as F
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import nn
 
+from rl_megatron_worker.compat.versions import latent_layers
 from rl_megatron_worker.model.layers import SumGradient
 
 if TYPE_CHECKING:
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+
     from rl_megatron_worker.model.config import DecoderConfig
 
 
@@ -35,6 +38,9 @@ class LatentAttention(MLASelfAttention):
         self.linear_kv_down_proj = _LatentProjection(
             config, config.kv_lora_rank, shared_size=config.qk_pos_emb_head_dim
         )
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        return latent_layers(submodules)
 
     def _run_core_attention(
         self,
