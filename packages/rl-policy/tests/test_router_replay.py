@@ -7,6 +7,7 @@ import torch
 from recipe_runs import TWO_RANKS, write_workplace
 from rl_policy import Policy
 from rl_policy.cli import main
+from rl_policy.config import load_run_config
 from rl_policy.data.tiny_model import build_tokenizer
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -85,3 +86,32 @@ def test_without_a_pass_that_records_it_is_refused(workplace, monkeypatch, capsy
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert "grpo.old_logprobs='sampler' contradicts policy.megatron_cfg.moe_router_replay" in error
+
+
+ROUTES = "policy.generation.vllm_cfg.return_routed_experts=true"
+VLLM = "policy.generation.backend=vllm"
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ([], "nothing reads the routes"),
+        (
+            [*REPLAY, "environment.function=rl_policy.environments.calculator:Calculator"],
+            "the turns of an",
+        ),
+        (
+            [*REPLAY, "policy.generation.colocated.enabled=false", "async.max_staleness=2"],
+            "async.max_staleness=2 contradicts policy.generation.vllm_cfg.return_routed_experts",
+        ),
+    ],
+    ids=["not read", "episodes", "asynchronous"],
+)
+def test_routes_of_engines_are_refused_where_they_are_not_whole_or_not_read(
+    workplace, monkeypatch, settings, told
+):
+    monkeypatch.chdir(workplace)
+    own = [VLLM, ROUTES, "policy.model_name=experts", "grpo.warm_up=false"]
+    load_run_config("grpo", overrides=[*own, *REPLAY])
+    with pytest.raises(ValueError, match=told):
+        load_run_config("grpo", overrides=[*own, *settings])

@@ -2,8 +2,10 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from rl_policy.data.batches import completion_batch
 from rl_policy.generation.vllm.config import parse_sampling_config
 from rl_policy.generation.vllm.requests import (
     Completion,
@@ -101,6 +103,33 @@ def test_a_batch_is_padded_behind_each_row():
     assert output["unpadded_sequence_lengths"].tolist() == [3, 4]
     assert output["weight_version"].tolist() == [4, 3]
     assert output["weight_versions"].tolist() == [[-2, -2, 4, -2], [-2, 3, 4, 4]]
+
+
+def test_routes_are_those_of_all_tokens_but_the_last():
+    def completion(token_ids, routes):
+        return Completion(
+            token_ids=token_ids,
+            logprobs=[-0.5] * len(token_ids),
+            weight_versions=[0] * len(token_ids),
+            finish_reason="stop",
+            routed_experts=None if routes is None else np.array(routes, dtype=np.uint8),
+        )
+
+    # One layer with experts, two experts per token.
+    output = assemble_output(
+        [[1, 2], [3]],
+        [completion([4], [[[0, 1]], [[200, 3]]]), completion([5, 6, 7], None)],
+        pad_token_id=9,
+    )
+    routes = output["routed_experts"]
+    assert (routes.dtype, tuple(routes.shape)) == (torch.int16, (2, 4, 1, 2))
+    assert routes[0, :, 0].tolist() == [[0, 1], [200, 3], [-1, -1], [-1, -1]]
+    assert (routes[1] == -1).all()
+    batch = completion_batch(output)
+    assert torch.equal(batch["routed_experts"], routes)
+    plain = assemble_output([[1]], [completion([4], None)], pad_token_id=9)
+    assert "routed_experts" not in plain
+    assert "routed_experts" not in completion_batch(plain)
 
 
 def test_staleness_is_a_mean_over_the_tokens_that_were_sampled():

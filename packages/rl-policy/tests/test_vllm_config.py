@@ -144,6 +144,15 @@ def test_log_probabilities_are_those_of_the_sampled_distribution():
     assert arguments()["logprobs_mode"] == "processed_logprobs"
 
 
+def test_routes_are_returned_on_a_gpu_only():
+    assert arguments(return_routed_experts=True)["enable_return_routed_experts"] is True
+    assert "enable_return_routed_experts" not in arguments()
+    with pytest.raises(ValueError, match=r"vllm_cfg\.return_routed_experts=True: .* on a GPU only"):
+        arguments(is_cpu=True, return_routed_experts=True)
+    with pytest.raises(ValueError, match=r"already set by vllm_cfg\.return_routed_experts"):
+        engine({"engine_kwargs": {"enable_return_routed_experts": True}})
+
+
 def test_latent_attention_in_float32_takes_a_kernel_of_that_precision_on_the_cpu():
     chosen = {
         (precision, is_cpu): arguments(

@@ -9,7 +9,7 @@ from rl_dtensor_worker.weights import ModelWeights
 from rl_policy import RayVirtualCluster
 from rl_policy.generation.vllm import VllmGeneration
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from vllm_oracles import (
     TEXTS,
     TOLERANCE,
@@ -19,6 +19,7 @@ from vllm_oracles import (
     generation_config,
     prompts_of,
     refit,
+    save_experts,
     sizes_for,
 )
 
@@ -26,21 +27,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.needs("rl-policy[a
 
 # Not a coincidence of rounding: with the wrong weights a log-probability is off by far more.
 WRONG = 1e-2
-
-
-def save_experts(path, tokenizer):
-    """Write a Qwen3 mixture of experts with random weights and its tokenizer."""
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        **sizes_for(tokenizer),
-        # Not a multiple of 32, to which the kernel of the CPU pads it.
-        moe_intermediate_size=24,
-        num_experts=4,
-        num_experts_per_tok=2,
-        head_dim=32,
-    )
-    Qwen3MoeForCausalLM(config).float().save_pretrained(path)
-    tokenizer.save_pretrained(path)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,13 @@ import torch
 from rl_batched_data import BatchedDataDict
 from rl_refit import RefitError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 # float32 kernels of vLLM and torch differ in the last bits: 1e-6 was measured.
 TOLERANCE = 1e-4
@@ -73,6 +79,21 @@ def save_llama(path, tokenizer, seed=0):
     torch.manual_seed(seed)
     config = LlamaConfig(**sizes_for(tokenizer))
     LlamaForCausalLM(config).float().save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def save_experts(path, tokenizer):
+    """Write a Qwen3 mixture of experts with random weights and its tokenizer."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        **sizes_for(tokenizer),
+        # Not a multiple of 32, to which the kernel of the CPU pads it.
+        moe_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+        head_dim=32,
+    )
+    Qwen3MoeForCausalLM(config).float().save_pretrained(path)
     tokenizer.save_pretrained(path)
 
 

@@ -23,6 +23,7 @@ from rl_interfaces.config.types import (
 )
 from rl_interfaces.environment import Environment, EnvironmentProblem, EnvironmentStep
 from rl_interfaces.generation import (
+    ROUTER_CHOOSES,
     ColocationConfig,
     ColocationResources,
     GenerationConfig,
@@ -83,6 +84,7 @@ __all__ = [
     "GENERATION_DEFAULTS",
     "NOT_SAMPLED",
     "POLICY_DEFAULTS",
+    "ROUTER_CHOOSES",
     "AdamOptions",
     "AdapterSavingWorker",
     "AdapterSendingWorker",

@@ -97,6 +97,10 @@ class GenerationDatumSpec(TypedDict):
     """`[batch]` strings that end a row, in addition to the configured ones."""
 
 
+ROUTER_CHOOSES = -1
+"""In place of an expert in `routed_experts`: the router chooses for this token."""
+
+
 class GenerationOutputSpec(TypedDict):
     """The output of `generate`.
 
@@ -120,6 +124,10 @@ class GenerationOutputSpec(TypedDict):
     """`[batch]` int64: the version of the weights that sampled the row's oldest token."""
     weight_versions: NotRequired[torch.Tensor]
     """`[batch, seq]` int64: the version that sampled each token; `NOT_SAMPLED` elsewhere."""
+    routed_experts: NotRequired[torch.Tensor]
+    """`[batch, seq, layers with experts, experts per token]` int16: the experts that each token
+    took; `ROUTER_CHOOSES` for the last token of a row, which the model has not taken, and in
+    padding. For `get_logprobs` and `train` of a policy with router replay."""
 
 
 class GenerationInterface(ABC):

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from rl_interfaces import ROUTER_CHOOSES
 
 from rl_megatron_worker.model.experts import expert_layers
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 COLUMN = "routed_experts"
 """Of a batch: `[batch, seq, layers with experts, experts per token]`, any integer; -1 is free."""
-FREE = -1
+FREE = ROUTER_CHOOSES
 """In place of an expert: the router chooses for this token."""
 
 Choice = tuple[torch.Tensor, torch.Tensor]

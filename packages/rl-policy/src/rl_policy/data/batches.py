@@ -293,6 +293,8 @@ def completion_batch(
         "input_lengths": ends,
         "generation_logprobs": generated["logprobs"],
     }
+    if "routed_experts" in generated:
+        columns["routed_experts"] = generated["routed_experts"]
     if advantages is not None:
         columns["advantages"] = advantages[:, None].expand(columns["input_ids"].shape).contiguous()
     return BatchedDataDict({**columns, **masks})

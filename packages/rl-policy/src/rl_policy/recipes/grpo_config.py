@@ -21,6 +21,7 @@ from rl_policy.config import (
     Settings,
 )
 from rl_policy.environments.pool import GivenEnvironment
+from rl_policy.generation.vllm.config import complete_section
 from rl_policy.recipes.async_rollouts import AsyncPlan, AsyncSection
 from rl_policy.recipes.policy_gradient_config import (
     PolicyGradientSection,
@@ -249,6 +250,11 @@ def _check_async(config: RunConfig) -> None:
     ):
         if value == off:
             raise ValueError(f"{key} contradicts {name}={value!r}: {_ASYNC_REASONS[name]}")
+    if complete_section(config.policy["generation"])["return_routed_experts"]:
+        raise ValueError(
+            f"{key} contradicts policy.generation.vllm_cfg.return_routed_experts=True: what is "
+            "sampled meanwhile is joined of turns, and has no routes as a whole"
+        )
     grpo = config.section(GrpoSection)
     environment = config.section(EnvironmentSection).function
     if isinstance(environment, GivenEnvironment):

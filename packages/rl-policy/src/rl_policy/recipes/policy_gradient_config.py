@@ -161,6 +161,7 @@ def check_rollouts(config: RunConfig) -> None:
     if config.section(PolicyGradientSection).old_logprobs == "sampler":
         _check_sampler_logprobs(config, generation)
         _check_routes(config, generation)
+    check_sampled_routes(config, generation)
     check_refit(config.section(RefitSection), generation)
     check_delta(config)
     check_adapters_alone(config)
@@ -238,6 +239,23 @@ def _check_routes(config: RunConfig, generation: Settings) -> None:
             f"{config.recipe}.old_logprobs='sampler' contradicts "
             "policy.megatron_cfg.moe_router_replay=True: "
             "the pass that records routes is the trainer's"
+        )
+
+
+def check_sampled_routes(config: RunConfig, generation: Settings) -> None:
+    """Raise `ValueError` if engines return routes that are not read, or not all of them."""
+    if generation["backend"] != "vllm" or not complete_section(generation)["return_routed_experts"]:
+        return
+    key = "policy.generation.vllm_cfg.return_routed_experts=True"
+    section = config.policy.get("megatron_cfg") or {}
+    if not (section.get("enabled") and section.get("moe_router_replay")):
+        raise ValueError(
+            f"{key} without policy.megatron_cfg.moe_router_replay=True: nothing reads the routes"
+        )
+    if config.section(EnvironmentSection).function is not None:
+        raise ValueError(
+            f"{key} contradicts environment.function: the turns of an episode are sampled one by "
+            "one, and have no routes as a whole"
         )
 
 

@@ -61,6 +61,10 @@ class VllmSection:
     adapter_rank: int | None = None
     """Rank of the adapter that the engine applies in place of merged weights. A run with
     `refit.adapters=alone` sets it to that of the policy. None: the engine applies none."""
+    # Routes take as much memory as the tokens many times over, and only one trainer reads them.
+    return_routed_experts: bool = False
+    """Whether samples have the experts that their tokens took, for a policy with
+    `megatron_cfg.moe_router_replay`. Of models with experts, on a GPU."""
     # An hour: longer than a healthy batch, shorter than a night.
     generate_timeout_s: float = 3600.0
     """Limit of one call of `generate`, in seconds."""
@@ -117,6 +121,7 @@ _OWNERS = {
     "generation_config": "the keys of generation",
     "enable_sleep_mode": "generation.colocated.enabled",
     "weight_transfer_config": "vllm_cfg.weight_transfer",
+    "enable_return_routed_experts": "vllm_cfg.return_routed_experts",
     "data_parallel_size": "the number of bundles",
     "distributed_executor_backend": "vllm_cfg.tensor_parallel_size",
 } | {key.name: f"vllm_cfg.{key.name}" for key in fields(VllmSection)}
@@ -255,6 +260,9 @@ def engine_arguments(
         enable_sleep_mode: Whether vLLM can free the device's memory.
         is_cpu: Whether the device is the CPU.
         has_latent_attention: Whether the model has multi-head latent attention (DeepSeek).
+
+    Raises:
+        ValueError: Routes are asked for, which the device's vLLM does not return.
     """
     cache_bytes = config.kv_cache_memory_bytes
     if cache_bytes is None and is_cpu:
@@ -279,6 +287,12 @@ def engine_arguments(
         if has_latent_attention and config.precision == "float32":
             # Where the CPU has AMX, vLLM would choose a kernel for it, which takes no float32.
             arguments["attention_backend"] = "CPU_MLA"
+    if config.return_routed_experts:
+        if is_cpu:
+            raise ValueError(
+                "generation.vllm_cfg.return_routed_experts=True: vLLM returns routes on a GPU only"
+            )
+        arguments["enable_return_routed_experts"] = True
     if config.weight_transfer:
         arguments["weight_transfer_config"] = {"backend": "rl_refit"}
     if config.adapter_rank is not None:

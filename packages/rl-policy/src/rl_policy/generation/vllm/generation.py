@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rl_batched_data import BatchedDataDict
 from rl_batched_data.sharding import ShardPlan
-from rl_interfaces import NOT_SAMPLED, GenerationInterface
+from rl_interfaces import NOT_SAMPLED, ROUTER_CHOOSES, GenerationInterface
 from transformers import AutoTokenizer
 
 from rl_policy import dispatch
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PAD_VALUES = {"weight_versions": NOT_SAMPLED}
+_PAD_VALUES = {"weight_versions": NOT_SAMPLED, "routed_experts": ROUTER_CHOOSES}
 _ROW_KEYS = ("input_ids", "input_lengths", "stop_strings")
 
 

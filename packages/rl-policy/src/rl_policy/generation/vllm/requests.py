@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from rl_batched_data import BatchedDataDict
-from rl_interfaces import NOT_SAMPLED, FinishReason
+from rl_interfaces import NOT_SAMPLED, ROUTER_CHOOSES, FinishReason
 from rl_interfaces.backend.generation import check_room
 from rl_interfaces.backend.steps import check_scoring_batch
 
@@ -147,6 +148,9 @@ class Completion:
     """Of the weights that each token was sampled from, in ascending order."""
     finish_reason: FinishReason
     """What ended it."""
+    routed_experts: np.ndarray | None = None
+    """`[tokens, layers with experts, experts per token]` integers, of prompt and completion but for
+    the last token, which the model has not taken. None: not asked for."""
 
 
 def assemble_output(
@@ -166,7 +170,8 @@ def assemble_output(
         weight_version            = [8, 8]
         weight_versions           = [[-2, -2, 8], [-2, 8, 9]]
 
-    A row's `weight_version` is the oldest of its tokens.
+    A row's `weight_version` is the oldest of its tokens. `routed_experts` is there if a completion
+    has routes.
 
     Args:
         prompts: The tokens of each row, without padding.
@@ -188,20 +193,32 @@ def assemble_output(
             list(completion.logprobs), dtype=torch.float32
         )
         versions[row, len(prompt) : len(tokens)] = torch.tensor(completion.weight_versions)
-    return BatchedDataDict(
-        {
-            "output_ids": output_ids,
-            "generation_lengths": torch.tensor(
-                [len(completion.token_ids) for completion in completions], dtype=torch.int64
-            ),
-            "unpadded_sequence_lengths": torch.tensor(lengths, dtype=torch.int64),
-            "logprobs": logprobs,
-            "weight_version": torch.tensor(
-                [completion.weight_versions[0] for completion in completions], dtype=torch.int64
-            ),
-            "weight_versions": versions,
-        }
-    )
+    columns = {
+        "output_ids": output_ids,
+        "generation_lengths": torch.tensor(
+            [len(completion.token_ids) for completion in completions], dtype=torch.int64
+        ),
+        "unpadded_sequence_lengths": torch.tensor(lengths, dtype=torch.int64),
+        "logprobs": logprobs,
+        "weight_version": torch.tensor(
+            [completion.weight_versions[0] for completion in completions], dtype=torch.int64
+        ),
+        "weight_versions": versions,
+    }
+    if any(completion.routed_experts is not None for completion in completions):
+        columns["routed_experts"] = _routes(completions, width)
+    return BatchedDataDict(columns)
+
+
+def _routes(completions: Sequence[Completion], width: int) -> torch.Tensor:
+    """Return the experts of each token, `[rows, width, layers, experts per token]` int16."""
+    given = [completion.routed_experts for completion in completions]
+    shape = next(each.shape[1:] for each in given if each is not None)
+    routes = torch.full((len(given), width, *shape), ROUTER_CHOOSES, dtype=torch.int16)
+    for row, each in zip(routes, given, strict=True):
+        if each is not None:
+            row[: len(each)] = torch.from_numpy(each.astype(np.int16))
+    return routes
 
 
 def mean_staleness(generated: Mapping[str, torch.Tensor], weight_version: int) -> float:

@@ -321,6 +321,7 @@ def completions_of(outputs: Outputs) -> list[Completion]:
             logprobs=entry.logprobs.logprobs,
             weight_versions=versions_of(entry.weight_versions),
             finish_reason=entry.finish_reason,
+            routed_experts=entry.routed_experts,
         )
         for entry in entries
     ]
