@@ -241,6 +241,7 @@ def test_deltas_that_cannot_be_are_refused(overrides, message):
 
 
 LORA = "policy.dtensor_cfg.lora.enabled=true"
+DELTA_APART = ["policy.generation.colocated.enabled=false", "refit.delta=true"]
 
 
 @pytest.mark.parametrize(
@@ -265,6 +266,28 @@ def test_adapters_alone_that_cannot_be_are_refused(recipe, overrides, message):
         load_run_config(recipe, overrides=["refit.adapters=alone", *allowed])
     with pytest.raises(ValueError, match=r"refit\.adapters='alone' " + message):
         load_run_config(recipe, overrides=["refit.adapters=alone", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([LORA], r"contradicts policy\.dtensor_cfg\.lora\.enabled=True: adapters are merged"),
+        (["refit.transport=shm"], r"contradicts refit\.transport='shm': .* leave one of them out"),
+        (["refit.bucket_mib=8"], r"contradicts refit\.bucket_mib=8"),
+        (DELTA_APART, r"contradicts refit\.delta=True"),
+            ["policy.generation.colocated.enabled=false", "refit.delta=true"],
+            r"contradicts refit\.del",
+        ),
+        (["refit.verify=none"], r"contradicts refit\.verify='none': .* use 'digest'"),
+    ],
+)
+@pytest.mark.parametrize("recipe", ["grpo", "distill"])
+def test_slices_that_cannot_be_are_refused(recipe, overrides, message):
+    engines = "policy.generation.backend=vllm"
+    for allowed in ([], [engines], [engines, "refit.verify=logprobs"]):
+        load_run_config(recipe, overrides=["refit.slices=true", *allowed])
+    with pytest.raises(ValueError, match=r"refit\.slices=True " + message):
+        load_run_config(recipe, overrides=["refit.slices=true", engines, *overrides])
 
 
 def test_engines_take_the_rank_of_the_adapters_that_they_get():

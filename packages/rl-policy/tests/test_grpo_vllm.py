@@ -72,8 +72,10 @@ def run_grpo(settings, tmp_path):
         ["refit.verify=logprobs", f"refit.max_mismatch={MISMATCH}"],
         ["policy.generation.colocated.enabled=false", "refit.delta=true"],
         [*MEGATRON, "refit.transport=golden", "policy.generation.vllm_cfg.sleep_level=2"],
+        ["refit.slices=true", "policy.generation.vllm_cfg.tensor_parallel_size=2"],
+        [*MEGATRON, "refit.slices=true", "policy.generation.colocated.enabled=false"],
     ],
-    ids=["colocated", "apart", "megatron-golden"],
+    ids=["colocated", "apart", "megatron-golden", "slices", "megatron-slices-apart"],
 )
 def test_samples_come_from_the_weights_of_the_step_before(settings, tmp_path):
     rows = run_grpo(settings, tmp_path)
@@ -86,13 +88,17 @@ def test_samples_come_from_the_weights_of_the_step_before(settings, tmp_path):
         assert row["refit_gb_per_s"] > 0
         assert row["refit_s"] > 0
         assert all(row[f"refit_{phase}_s"] >= 0 for phase in PHASES)
+    if "refit.slices=true" in settings:
+        # Rank 0 sends what it holds, or its share of what all hold.
+        assert all(0 < row["refit_bytes_sent"] < row["refit_bytes"] for row in rows)
     # Engines of their own devices stage, and pause for a part of the refit alone.
     is_apart = "policy.generation.colocated.enabled=false" in settings
     assert {row["refit_staged"] for row in rows} == {float(is_apart)}
     assert all(row["refit_pause_s"] > 0 for row in rows)
     # The first weights are sent in full, to engines that have no copy of any.
     deltas = [row.get("refit_changed") for row in rows]
-    assert [changed is not None for changed in deltas] == [False, False, is_apart, is_apart]
+    is_delta = "refit.delta=true" in settings
+    assert [changed is not None for changed in deltas] == [False, False, is_delta, is_delta]
     assert all(0 < changed <= 1 for changed in deltas if changed is not None)
     assert {row["staleness"] for row in rows[1:]} == {0.0}
     versions = [row["weight_version"] for row in rows]

@@ -512,6 +512,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         is_paired: bool = False,
         transport: str = "shm",
         adapters: str = "merged",
+        slices: bool = False,
         **options: object,
     ) -> list[Mapping[str, object]]:
         """Open a sender on each rank with receivers; return each receiver's address to connect to.
@@ -524,6 +525,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             transport: A name of the entry-point group `rl_refit.transports`.
             adapters: "merged" into the weights, or "alone": `send_weights` then sends the weights
                 without them as well, and `send_adapters` nothing else.
+            slices: Send from every rank what the receivers consume of its own shards, and gather
+                nothing; `transport`, "shm" or "collective", then only invites them.
             options: Further arguments of `rl_refit.RefitSender`, such as `bucket_bytes`, `verify`;
                 and `quantized`, the tensors that are sent in block-FP8.
 
@@ -536,6 +539,9 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         if adapters != "merged":
             self._backend.require(AdapterSendingWorker, lack="send adapters alone")
             options["adapters"] = adapters
+        if slices:
+            # All ranks send to all receivers, which get one address.
+            is_paired, options["slices"] = False, True
         if is_paired and transport == "collective" and self._is_on_gpu:
             raise ValueError(
                 "transport='collective' with is_paired=True: NCCL refuses two ranks on one GPU, "

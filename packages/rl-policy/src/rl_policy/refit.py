@@ -272,6 +272,8 @@ class WeightLink(Generic[CallT]):
         adapters: "merged" into the weights that are sent, or "alone", for `AdapterEngines`: the
             weights that they belong to are sent once, and again to engines that lack them. For that
             engines pause, as nothing but adapters is staged.
+        slices: Whether every rank sends what engines consume of its own shards, see
+            `Policy.open_refit`.
         options: Further arguments of `rl_refit.RefitSender`.
 
     `QuantizedEngines` are sent the tensors that they hold in 8 bits in that format.
@@ -287,6 +289,7 @@ class WeightLink(Generic[CallT]):
         staging: str = "off",
         kv_cache: str = "drop",
         adapters: str = "merged",
+        slices: bool = False,
         **options: object,
     ) -> None:
         self._policy = policy
@@ -295,7 +298,7 @@ class WeightLink(Generic[CallT]):
         self._staging = staging
         self._kv_cache = kv_cache
         self._membership = membership_of(engines)
-        if self._membership is not None and not is_paired:
+        if self._membership is not None and not is_paired and not slices:
             # An engine that dies does not keep the others from new weights.
             options = {"min_receivers": 1, **options}
         quantized = engines.quantized_tensors() if isinstance(engines, QuantizedEngines) else ()
@@ -306,6 +309,7 @@ class WeightLink(Generic[CallT]):
             is_paired=is_paired,
             transport=transport,
             adapters=adapters,
+            slices=slices,
             **options,
         )
         engines.init_transfer(addresses)

@@ -12,11 +12,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from rl_refit import RefitSender, block_fp8
+import torch.distributed as dist
+from rl_refit import RefitError, RefitSender, block_fp8
 from rl_refit.compat.broadcast import BroadcastGroup
 from rl_refit.compat.handles import HandleOwner
 from rl_refit.protocol.endpoint import address_towards
-from rl_refit.resharding import Shard
+from rl_refit.resharding import ReshardSender, Shard
 from rl_refit.source import BlockwiseSource, WeightMeta, WeightSource
 
 from rl_interfaces.weights import DeviceHandles
@@ -201,7 +202,7 @@ class WeightTransfer:
         self._device = device
         self._device_id = device_id
         self._timeout_s = timeout_s
-        self._sender: RefitSender | None = None
+        self._sender: RefitSender | ReshardSender | None = None
         self._handles = HandleOwner()
         self._group: BroadcastGroup | None = None
 
@@ -211,6 +212,7 @@ class WeightTransfer:
         receivers_per_rank: list[int],
         source: GatheredSource | None = None,
         quantized: Collection[str] = (),
+        slices: bool = False,
         **options: Any,
     ) -> Mapping[str, str | int] | None:
         """Return the address that this rank's receivers connect to, None if it has none.
@@ -219,22 +221,36 @@ class WeightTransfer:
             receivers_per_rank: How many receivers each trainer rank sends to.
             source: What is sent to them; None: the weights.
             quantized: The names of the tensors that are sent in block-FP8.
-            options: Further arguments of `rl_refit.RefitSender`.
+            slices: Send from every rank what receivers consume of its own shards, and gather
+                nothing. All receivers are then those of rank 0.
+            options: Further arguments of `rl_refit.RefitSender`; with `slices` of
+                `rl_refit.resharding.ReshardSender`.
         """
         self._close_sender()
         num_receivers = receivers_per_rank[self._rank]
+        if slices:
+            self._sender = self._slice_sender(receivers_per_rank[0], **options)
+            return self._sender.address if num_receivers else None
         source = self._source if source is None else source
         self._sender = RefitSender(
             source.quantized(quantized) if quantized else source,
             num_receivers=num_receivers,
             timeout_s=self._timeout_s,
             device=self._device,
-            # The interface over which this node reaches the master is one that the other nodes
-            # reach it by; only transports that cross machines read it.
-            host=address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
+            host=_own_address(),
             **options,
         )
         return self._sender.address if num_receivers else None
+
+    def _slice_sender(self, num_receivers: int, **options: Any) -> ReshardSender:
+        return ReshardSender(
+            self._source.shards,
+            num_receivers=num_receivers,
+            trainers=dist.group.WORLD if dist.get_world_size() > 1 else None,
+            timeout_s=self._timeout_s,
+            host=_own_address(),
+            **options,
+        )
 
     def send(
         self,
@@ -251,20 +267,43 @@ class WeightTransfer:
             receivers: See `rl_refit.RefitSender.send`.
 
         Raises:
-            RefitError: A receiver failed or did not answer in time.
+            RefitError: A receiver failed or did not answer in time, or slices would have to be
+                sent to some receivers alone.
         """
         if self._sender is None:
             raise RuntimeError("no refit is open: call open_refit() first")
+        if isinstance(self._sender, ReshardSender):
+            return self._send_slices(self._sender, version, receivers)
         report = self._sender.send(version, adapters_only=adapters_only, receivers=receivers)
         return report.as_metrics()
 
+    def _send_slices(
+        self, sender: ReshardSender, version: int, receivers: Sequence[int] | None
+    ) -> dict[str, float]:
+        if receivers is not None:
+            raise RefitError(
+                f"slices go to all receivers, not to {list(receivers)} alone: only a refit with "
+                "full tensors goes on after an engine was lost"
+            )
+        report = sender.send(version)
+        if report is None:
+            return {}
+        assert sender.report is not None, "the exchange of a version that was sent has a report"
+        whole = sum(num_bytes for _, num_bytes in self._tensor_sizes())
+        return report.as_metrics() | {
+            "refit_bytes": whole,
+            "refit_bytes_sent": sender.report.bytes_sent,
+        }
+
     def sizes(self) -> tuple[list[tuple[str, int]], float]:
         """Return name and wire bytes of every tensor, and the device's free bytes."""
-        sizes = [
+        return self._tensor_sizes(), _free_bytes(self._device)
+
+    def _tensor_sizes(self) -> list[tuple[str, int]]:
+        return [
             (name, torch.Size(shape).numel() * dtype.itemsize)
             for name, dtype, shape in self._source.metadata()
         ]
-        return sizes, _free_bytes(self._device)
 
     def export(self, names: Iterable[str]) -> DeviceHandles:
         """Return `{device id: {name: handle}}`; invalidates earlier handles. Collective."""
@@ -315,6 +354,14 @@ class WeightTransfer:
         if self._group is not None:
             self._group.close()
             self._group = None
+
+
+def _own_address() -> str:
+    """Return the address of the interface over which this node reaches the master.
+
+    Other nodes reach it by that; only transports that cross machines read it.
+    """
+    return address_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 
 
 def _free_bytes(device: torch.device) -> float:

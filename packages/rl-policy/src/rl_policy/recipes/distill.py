@@ -39,6 +39,7 @@ from rl_policy.recipes.policy_gradient_config import (
     check_adapters_alone,
     check_delta,
     check_refit,
+    check_slices,
 )
 from rl_policy.recipes.sft import (
     SFT,
@@ -165,6 +166,7 @@ def check_distill(config: RunConfig) -> None:
     check_refit(refit, config.policy["generation"])
     check_delta(config)
     check_adapters_alone(config)
+    check_slices(config)
     if refit.verify == "logprobs":
         raise ValueError(
             "refit.verify='logprobs' compares log-probabilities that a distillation does not "

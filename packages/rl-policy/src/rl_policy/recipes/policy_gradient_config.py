@@ -165,6 +165,7 @@ def check_rollouts(config: RunConfig) -> None:
     check_refit(config.section(RefitSection), generation)
     check_delta(config)
     check_adapters_alone(config)
+    check_slices(config)
 
 
 def _check_adapters(config: RunConfig) -> None:
@@ -298,6 +299,42 @@ def check_delta(config: RunConfig) -> None:
     for is_met, reason in contradictions:
         if is_met:
             raise ValueError(f"refit.delta=True contradicts {reason}")
+
+
+def check_slices(config: RunConfig) -> None:
+    """Raise `ValueError` if `refit.slices` is set beside what only full tensors can be sent by."""
+    refit, generation = config.section(RefitSection), config.policy["generation"]
+    if not refit.slices or not config.has_engines:
+        return
+    contradictions = [
+        (
+            generation["backend"] != "vllm",
+            f"policy.generation.backend={generation['backend']!r}: of the engines, 'vllm' says "
+            "which slices it loads; leave refit.slices out",
+        ),
+        (
+            enabled_backend(config.policy) == "dtensor"
+            and config.policy["dtensor_cfg"]["lora"]["enabled"],
+            "policy.dtensor_cfg.lora.enabled=True: adapters are merged into full tensors; leave "
+            "refit.slices out",
+        ),
+        *(
+            (
+                value != RefitSection.model_fields[key].default,
+                f"refit.{key}={value!r}: slices have their own way and their own digest; leave one "
+                "of them out",
+            )
+            for key in ("transport", "bucket_mib", "delta", "adapters")
+            for value in [getattr(refit, key)]
+        ),
+        (
+            refit.verify == "none",
+            "refit.verify='none': slices are always checked; use 'digest'",
+        ),
+    ]
+    for is_met, reason in contradictions:
+        if is_met:
+            raise ValueError(f"refit.slices=True contradicts {reason}")
 
 
 def check_adapters_alone(config: RunConfig) -> None:

@@ -272,12 +272,23 @@ def _start_engines(
 
 def _link(config: RunConfig, policy: Policy, engines: VllmGeneration) -> WeightLink[Any]:
     refit = config.section(RefitSection)
+    staging = staging_mode(config, type(engines))
+    if refit.slices:
+        return WeightLink(
+            policy,
+            engines,
+            is_paired=config.is_colocated,
+            transport="shm" if config.is_colocated else "collective",
+            staging=staging,
+            kv_cache=refit.kv_cache,
+            slices=True,
+        )
     return WeightLink(
         policy,
         engines,
         is_paired=config.is_colocated,
         transport=_transport(config, policy),
-        staging=staging_mode(config, type(engines)),
+        staging=staging,
         kv_cache=refit.kv_cache,
         bucket_bytes=None if refit.bucket_mib is None else refit.bucket_mib * 2**20,
         # `check_mismatch` verifies by log-probabilities, where the trainer's are known.
