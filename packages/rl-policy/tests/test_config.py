@@ -275,16 +275,13 @@ def test_adapters_alone_that_cannot_be_are_refused(recipe, overrides, message):
         (["refit.transport=shm"], r"contradicts refit\.transport='shm': .* leave one of them out"),
         (["refit.bucket_mib=8"], r"contradicts refit\.bucket_mib=8"),
         (DELTA_APART, r"contradicts refit\.delta=True"),
-            ["policy.generation.colocated.enabled=false", "refit.delta=true"],
-            r"contradicts refit\.del",
-        ),
         (["refit.verify=none"], r"contradicts refit\.verify='none': .* use 'digest'"),
     ],
 )
 @pytest.mark.parametrize("recipe", ["grpo", "distill"])
 def test_slices_that_cannot_be_are_refused(recipe, overrides, message):
     engines = "policy.generation.backend=vllm"
-    for allowed in ([], [engines], [engines, "refit.verify=logprobs"]):
+    for allowed in ([], [engines], APART):
         load_run_config(recipe, overrides=["refit.slices=true", *allowed])
     with pytest.raises(ValueError, match=r"refit\.slices=True " + message):
         load_run_config(recipe, overrides=["refit.slices=true", engines, *overrides])
