@@ -104,6 +104,26 @@ def test_columns_that_are_tried_anew_replace_those_of_a_page():
     }
 
 
+def test_what_is_equal_on_the_page_and_refused_now_is_a_fault():
+    before = {
+        "a": {"train": "equal", "tp2": "equal", "cp2": "refused: policy.x", "LoRA": "equal"},
+        "b": {"generate": "equal, without a cache"},
+        "c": {"model": "not built: X"},
+    }
+    same = {"a": {"train": "equal", "cp2": "refused: policy.x"}, "b": {"generate": "equal"}}
+    assert run.lost(before, same) == []
+    other = {
+        "a": {"train": "equal", "tp2": "refused: policy.y", "cp2": "equal"},
+        "b": {"model": "not built: Y"},
+        "c": {"model": "not built: X"},
+        "d": {"train": "refused: policy.z"},
+    }
+    assert run.lost(before, other) == [
+        "a, tp2: equal on the page, now refused: policy.y",
+        "b, generate: equal on the page, now not built: Y",
+    ]
+
+
 def test_the_committed_page_is_read_as_it_was_written():
     text = (ROOT / "docs/pages/models.md").read_text()
     found = page.read(text)

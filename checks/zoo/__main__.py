@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from checks.workspace import ROOT
 from checks.zoo import columns, page, types
 from checks.zoo.ranks import Ranks
 
@@ -17,10 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 Outcomes = dict[str, str]
+_PAGE = ROOT / "docs/pages/models.md"
 
 
 def main() -> int:
-    """Return 1 if a model is wrong or crashes."""
+    """Return 1 if a model is wrong or crashes, or is no longer what the documentation says."""
     parser = argparse.ArgumentParser(prog="checks.zoo", description=__doc__)
     parser.add_argument("--types", default="", help="model types, separated by commas; all")
     parser.add_argument("--columns", default="", help=f"some of {', '.join(columns.TRIES)}; all")
@@ -55,6 +57,9 @@ def main() -> int:
         for column, outcome in results[model_type].items()
         if outcome.startswith(("wrong", "crash"))
     ]
+    if not given.page:
+        known = page.read(_PAGE.read_text()).results
+        faults += lost(known, {name: results[name] for name in chosen})
     print(*(["", *faults] if faults else ["nothing wrong, no crash"]), sep="\n")
     return 1 if faults else 0
 
@@ -89,6 +94,19 @@ def merge(before: Mapping[str, Outcomes], results: Mapping[str, Outcomes]) -> di
         kept = {column: said for column, said in merged.get(name, {}).items() if column != "model"}
         merged[name] = found if "model" in found else kept | found
     return merged
+
+
+def lost(before: Mapping[str, Mapping[str, str]], results: Mapping[str, Outcomes]) -> list[str]:
+    """Return what was equal before, and is refused or not built now."""
+    return [
+        f"{name}, {column}: equal on the page, now {now}"
+        for name, found in results.items()
+        for column, outcome in before.get(name, {}).items()
+        if outcome.startswith(columns.EQUAL)
+        and (now := found.get("model") or found.get(column, columns.EQUAL)).startswith(
+            ("refused", "not built")
+        )
+    ]
 
 
 def worst(of_ranks: list[Outcomes]) -> Outcomes:

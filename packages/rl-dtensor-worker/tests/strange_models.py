@@ -51,7 +51,23 @@ class TrainedLlama(LlamaForCausalLM):
         return super().forward(inputs_embeds=embeddings + float(self.training), **kwargs)
 
 
-_ALL = (RememberingLlama, ForeseeingLlama, ShiftingLlama, MeasuringLlama, TrainedLlama)
+class OrderedLlama(LlamaForCausalLM):
+    """Wants positions that rise within a row, which those of packed sequences do not."""
+
+    def forward(self, input_ids, position_ids=None, **kwargs):
+        if position_ids is not None and (position_ids.diff() < 0).any():
+            raise RuntimeError("positions must rise")
+        return super().forward(input_ids, position_ids=position_ids, **kwargs)
+
+
+_ALL = (
+    RememberingLlama,
+    ForeseeingLlama,
+    ShiftingLlama,
+    MeasuringLlama,
+    TrainedLlama,
+    OrderedLlama,
+)
 CLASSES = {each.__name__: each for each in _ALL}
 
 

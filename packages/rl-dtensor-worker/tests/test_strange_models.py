@@ -49,6 +49,13 @@ def starting(pools, tmp_path, class_name, *, num_ranks=1, **overrides):
             rf"{AMOUNT}.*policy\.dtensor_cfg\.attn_implementation, or leave it out",
         ),
         (
+            "OrderedLlama",
+            1,
+            {"sequence_packing": PACKING},
+            r"policy\.sequence_packing\.enabled=True: OrderedLlama does not run so: RuntimeError: "
+            r"positions must rise\. Leave the key out \(policy\.dynamic_batching takes",
+        ),
+        (
             "ForeseeingLlama",
             1,
             {},
@@ -68,7 +75,7 @@ def starting(pools, tmp_path, class_name, *, num_ranks=1, **overrides):
             r"policy\.dtensor_cfg\.model_dropout",
         ),
     ],
-    ids=["packing", "layout", "sharing", "causality", "padding", "training"],
+    ids=["packing", "layout", "sharing", "running", "causality", "padding", "training"],
 )
 def test_what_would_be_wrong_is_refused(pools, tmp_path, class_name, num_ranks, overrides, told):
     with pytest.raises(RankFailure, match=told) as failure:

@@ -11,6 +11,7 @@ from plain_loop import load, plain_logprobs, plain_training
 from rl_megatron_worker import MegatronPolicyWorker
 from rl_megatron_worker.model.routes import FREE, TokenChoice, check_routes
 from tiny_models import build_tiny
+from transformers import AutoConfig
 
 LOGPROB_TOLERANCE = 1e-5
 PARAMETER_TOLERANCE = 1e-5
@@ -107,6 +108,24 @@ def test_routes_are_recorded_and_taken_in_every_layout(pools, tmp_path, case):
     for result in results:
         torch.testing.assert_close(result["losses"], torch.tensor(losses), rtol=1e-5, atol=0)
         assert_equal_parameters(result["parameters"], parameters, PARAMETER_TOLERANCE)
+
+
+def test_routes_of_all_layers_are_taken_where_some_have_no_experts(pools, tmp_path):
+    """An engine's routes have a place for each layer, with zeros where there is no router."""
+    path, batch = build_tiny(tmp_path, "deepseek_v3", num_hidden_layers=3), make_batch(6)
+    model = AutoConfig.from_pretrained(path)
+    dense = model.first_k_dense_replace
+    assert dense == 1
+    sizes = {"num_experts": model.n_routed_experts, "num_chosen": model.num_experts_per_tok}
+    routes = drawn_routes(batch, 3 - dense, **sizes)
+    of_all = torch.cat([torch.zeros_like(routes[:, :, :dense]), routes], 2)
+    config = config_of(path, "dp2", None)
+    own, alone, whole = (
+        pools(1).run(worker_ranks.score_with_routes, config=config, batch=given)[0]["logprobs"]
+        for given in (batch, *({**batch, "routed_experts": each} for each in (routes, of_all)))
+    )
+    assert torch.equal(whole, alone)
+    assert (own - alone).abs().max() > 100 * LOGPROB_TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v2", "glm4_moe"])

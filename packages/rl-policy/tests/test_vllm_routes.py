@@ -73,13 +73,16 @@ def test_the_policy_takes_them_again_and_is_nearer_to_the_sampler(model, samples
     policy.shutdown()
     cluster.shutdown()
     assert "routed_experts" not in given  # it has taken those of the batch
-    differs = (own["routed_experts"] != routes) & (routes >= 0)
-    near, far = (mismatch(batch, scores["logprobs"]) for scores in (given, own))
-    assert near <= far
-    if differs.any():
-        assert near < far
+    # The order of a token's experts says nothing. By chance one token in six has the same two.
+    differs = (own["routed_experts"].sort(-1).values != routes.sort(-1).values).any(-1)
+    is_given = (routes >= 0).all(-1)
+    assert differs[is_given].float().mean() < 0.1
+    # A token's route decides on the log-probability of the next one.
+    is_next = (differs & is_given).any(-1).roll(1, dims=1)
+    near, far = (mismatch(batch, scores["logprobs"], is_next) for scores in (given, own))
+    assert near < far or not is_next.any()
 
 
-def mismatch(batch, logprobs):
+def mismatch(batch, logprobs, where):
     difference = (logprobs - batch["generation_logprobs"]) * batch["token_mask"]
-    return difference.abs().sum().item()
+    return difference[where].abs().sum().item()

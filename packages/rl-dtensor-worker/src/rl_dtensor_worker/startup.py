@@ -258,7 +258,8 @@ def check_layout(
                 found = score(MicroBatch(span=span, rows=rows, packed=packed, shared=shared))
         except ModelError as error:
             raise ValueError(
-                f"policy.{feature}: {class_name(model)} does not run so: {error}. Leave the key out"
+                f"policy.{feature}: {class_name(model)} does not run so: {error}. Leave the key "
+                "out (policy.dynamic_batching takes padded rows)"
             ) from error
     difference = float((found - expected).abs().max() / expected.abs().max())
     # `not <=` rather than `>`, so that NaN fails.

@@ -125,9 +125,10 @@ class GenerationOutputSpec(TypedDict):
     weight_versions: NotRequired[torch.Tensor]
     """`[batch, seq]` int64: the version that sampled each token; `NOT_SAMPLED` elsewhere."""
     routed_experts: NotRequired[torch.Tensor]
-    """`[batch, seq, layers with experts, experts per token]` int16: the experts that each token
-    took; `ROUTER_CHOOSES` for the last token of a row, which the model has not taken, and in
-    padding. For `get_logprobs` and `train` of a policy with router replay."""
+    """`[batch, seq, layers, experts per token]` int16: the experts that each token took, of all
+    layers, or of those with experts alone; `ROUTER_CHOOSES` for the last token of a row, which the
+    model has not taken, and in padding. What a layer without experts has says nothing. For
+    `get_logprobs` and `train` of a policy with router replay."""
 
 
 class GenerationInterface(ABC):

@@ -345,8 +345,11 @@ class MegatronEngine:
                     "moe_router_replay=True"
                 )
             fields = self._architecture.transformer
+            routes = step.rows[COLUMN]
+            if isinstance(routes, torch.Tensor):
+                routes = self._routes.with_experts(routes)
             check_routes(
-                step.rows,
+                {**step.rows, COLUMN: routes},
                 num_layers=self._routes.num_layers,
                 num_experts=cast("int", fields["num_moe_experts"]),
                 num_chosen=cast("int", fields["moe_router_topk"]),

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from rl_megatron_worker.model.experts import GroupLimitedChoice
 
 COLUMN = "routed_experts"
-"""Of a batch: `[batch, seq, layers with experts, experts per token]`, any integer; -1 is free."""
+"""Of a batch: `[batch, seq, layers, experts per token]`, any integer; -1 is free.
+
+The layers are all of the model, as vLLM has them, or those with experts alone."""
 FREE = ROUTER_CHOOSES
 """In place of an expert: the router chooses for this token."""
 
@@ -120,9 +122,10 @@ class Routes:
     """
 
     def __init__(self, chunks: Sequence[nn.Module], has_experts: Sequence[bool]) -> None:
-        layers = [layer for layer, has in enumerate(has_experts) if has]
-        columns = {layer: column for column, layer in enumerate(layers)}
+        self._layers = [layer for layer, has in enumerate(has_experts) if has]
+        columns = {layer: column for column, layer in enumerate(self._layers)}
         self.num_layers = len(columns)
+        self._num_all = len(has_experts)
         self._of_chunk: dict[int, list[tuple[int, TokenChoice]]] = {}
         self._computes_again = False
         for chunk in chunks:
@@ -136,6 +139,14 @@ class Routes:
             config = cast("Any", chunk).config
             self._computes_again |= config.recompute_granularity is not None
         self._chunks = list(chunks)
+
+    def with_experts(self, routes: torch.Tensor) -> torch.Tensor:
+        """Return `[..., layers with experts, chosen]` of routes that may be of all layers.
+
+        What they say of a layer without a router is no choice of the model's.
+        """
+        is_of_all = routes.dim() > 1 and routes.shape[-2] == self._num_all
+        return routes[..., self._layers, :] if is_of_all else routes
 
     @contextmanager
     def of(self, chunk: nn.Module, layout: PackedLayout) -> Generator[None, None, None]:
@@ -188,9 +199,14 @@ class Routes:
         return (rows - 1).to(torch.int16)
 
     def _of_tokens(self, layout: PackedLayout) -> torch.Tensor | None:
-        """Return the routes of this rank's tokens, `[tokens, layers, chosen]`; None: all free."""
-        given = layout.routes
-        if given is None or not _shards_sequence(self._chunks[0]):
+        """Return the routes of this rank's tokens; None: all free.
+
+        `[tokens, layers with experts, chosen]`.
+        """
+        if layout.routes is None:
+            return None
+        given = self.with_experts(layout.routes)
+        if not _shards_sequence(self._chunks[0]):
             return given
         return given.chunk(parallel_state.get_tensor_model_parallel_world_size())[
             parallel_state.get_tensor_model_parallel_rank()
@@ -220,7 +236,7 @@ def check_routes(
     if tuple(routes.shape) != expected:
         raise ValueError(
             f"{COLUMN} has shape {[*routes.shape]}, expected {[*expected]}: the batch's tokens, "
-            "layers with experts, experts per token"
+            "layers with experts (or all layers), experts per token"
         )
     # Those of padding are never read.
     routes = routes[torch.arange(tokens.shape[1]) < lengths[:, None]]

@@ -149,8 +149,8 @@ class Completion:
     finish_reason: FinishReason
     """What ended it."""
     routed_experts: np.ndarray | None = None
-    """`[tokens, layers with experts, experts per token]` integers, of prompt and completion but for
-    the last token, which the model has not taken. None: not asked for."""
+    """`[tokens, layers, experts per token]` integers, of prompt and completion but for the last
+    token, which the model has not taken; 0 in layers without experts. None: not asked for."""
 
 
 def assemble_output(
