@@ -283,7 +283,7 @@ class WeightTransfer:
         if receivers is not None:
             raise RefitError(
                 f"slices go to all receivers, not to {list(receivers)} alone: only a refit with "
-                "full tensors goes on after an engine was lost"
+                "full tensors (slices=False) goes on after an engine was lost"
             )
         report = sender.send(version)
         if report is None:

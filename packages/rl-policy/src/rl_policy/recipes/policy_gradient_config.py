@@ -320,12 +320,11 @@ def check_slices(config: RunConfig) -> None:
         ),
         *(
             (
-                value != RefitSection.model_fields[key].default,
-                f"refit.{key}={value!r}: slices have their own way and their own digest; leave one "
-                "of them out",
+                getattr(refit, key) != RefitSection.model_fields[key].default,
+                f"refit.{key}={getattr(refit, key)!r}: slices have their own way and their own "
+                "digest; leave one of them out",
             )
             for key in ("transport", "bucket_mib", "delta", "adapters")
-            for value in [getattr(refit, key)]
         ),
         (
             refit.verify == "none",
