@@ -70,7 +70,7 @@ def _names_or_given(value: Any, kind: type, *, key: str) -> Any:
     return value
 
 
-def _workers_by_default() -> list[int]:
+def _two_workers() -> list[int]:
     # Not with the module: without torch a configuration is read in a fraction of the time.
     import torch
 
@@ -81,7 +81,7 @@ class ClusterSection(Section):
     """The devices. The keys but `restarts` are the arguments of `rl_policy.RayVirtualCluster`."""
 
     bundle_ct_per_node_list: list[Annotated[int, Field(ge=1, le=MOST)]] = Field(
-        default_factory=_workers_by_default, min_length=1
+        default_factory=_two_workers, min_length=1
     )
     """Workers on each node. By default two, on a machine with a single GPU one."""
     use_gpus: bool | None = None
