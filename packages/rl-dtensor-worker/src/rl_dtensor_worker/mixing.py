@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 
     Forward = Callable[..., Any]
 
-# What a model raises that expects other shapes, masks or caches than it gets.
-_MODEL_ERRORS = (
+MODEL_ERRORS = (
     AssertionError,
     AttributeError,
     IndexError,
@@ -51,6 +50,7 @@ _MODEL_ERRORS = (
     TypeError,
     ValueError,
 )
+"""What a model raises that expects other shapes, masks or caches than it gets."""
 _PROBED_TOKENS = 8
 # Arguments of an attention that are used here, or are the same for all of its kinds.
 _KNOWN_TENSORS = {"attention_mask", "s_aux", "position_ids"}
@@ -92,7 +92,7 @@ def model_errors(model: PreTrainedModel) -> Generator[None, None, None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except _MODEL_ERRORS as error:
+    except MODEL_ERRORS as error:
         if str(error).startswith("policy"):
             raise
         abandon_pass(model)

@@ -53,6 +53,8 @@ _GRADIENT_TOLERANCES = {torch.float32: 1e-2, torch.float16: 0.25, torch.bfloat16
 _SMALL_GRADIENT = 1e-2
 # Unequal lengths: a token that reads beyond its row's boundary gets another score.
 _LENGTHS = (11, 7, 2)
+# The keys whose micro-batches are one packed row.
+_PACKED_FEATURES = ("sequence_packing", "dtensor_cfg.context_parallel_size")
 # Of the two longer ones, where sharing is checked.
 _COMMON_START = 5
 
@@ -240,7 +242,7 @@ def check_layout(
     """
     config = model.config
     batch = random_rows(config.get_text_config().vocab_size)
-    packs = parallel.context_group is not None or feature.startswith("sequence_packing")
+    packs = feature.startswith(_PACKED_FEATURES)
     packed = parallel.concatenation().of(batch).to(device) if packs else None
     shared = None
     if feature == SHARING:
