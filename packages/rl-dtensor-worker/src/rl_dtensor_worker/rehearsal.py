@@ -44,12 +44,16 @@ _SIZES = {
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,
 }
+_HIDDEN_SIZE = 512
 # Attributes by which layers differ that are of one kind.
 _NUMBERS = frozenset(["layer_idx", "layer_index", "layer_id", "layer_number"])
 # Elements of a stand-in's weights. Above, its forwards would take longer than the start.
 _LARGEST = 2_000_000_000
-# From a row of a weight to the next, in the random numbers that they share; coprime.
-_STRIDES = (1, 3, 7, 11, 13)
+# How many random numbers a weight repeats: a prime, so that no two rows are the same.
+_PERIOD = 1_000_003
+# In elements, from a matrix to the next and from a weight to the next, which share their numbers.
+# Kernels want them aligned.
+_MATRIX_STRIDE, _WEIGHT_STRIDE = 16, 4096
 
 
 def check_packing(config: EngineConfig) -> None:
@@ -66,25 +70,32 @@ def check_packing(config: EngineConfig) -> None:
     if not features or config.attn_implementation not in _ATTENTION:
         return
     with _quietly(), torch.random.fork_rng(devices=[]), torch.no_grad():
-        try:
-            rehearsal = Rehearsal(config)
-        except (*MODEL_ERRORS, ImportError) as error:
-            logger.info("whether %s packs is left to the start: %s", config.model_name, error)
-            return
-        rehearsal.check(features)
+        for is_narrow in (True, False):
+            try:
+                rehearsal = Rehearsal(config, is_narrow=is_narrow)
+            except (*MODEL_ERRORS, ImportError) as error:
+                reason = error
+            else:
+                rehearsal.check(features)
+                return
+    logger.info("whether %s packs is left to the start: %s", config.model_name, reason)
 
 
 class Rehearsal:
-    """A stand-in of a config's model, which gives sane scores of padded rows.
+    """A stand-in of a config's model, which runs.
+
+    Args:
+        config: The worker's config.
+        is_narrow: See `stand_in`.
 
     Raises:
-        ValueError: It is too large, or its scores of padded rows are not those of a causal model.
-            transformers may raise others where it does not build or run one of that size.
+        ValueError: It is too large, or its logits are not finite. The model's code may raise others
+            where it does not build or run one of that size.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, is_narrow: bool) -> None:
         self._parallel = ParallelContext(shares_prefixes=config.share_prefixes)
-        self._model = stand_in(config)
+        self._model = stand_in(config, is_narrow=is_narrow)
         self._options: Any = {
             "parallel": self._parallel,
             "compute_dtype": torch.float32,
@@ -92,25 +103,33 @@ class Rehearsal:
         }
         if not run_probe(self._model).isfinite().all():
             raise ValueError("its logits are not finite")
-        forward = forward_of_head(self._model, config, parallel=self._parallel, pad_token_id=None)
-        self._score = forward.logprobs if isinstance(forward, Forward) else forward.values
-        if isinstance(forward, Forward):
-            check_causality(self._model, forward.logprobs, **self._options)
+        self._forward = forward_of_head(
+            self._model, config, parallel=self._parallel, pad_token_id=None
+        )
 
     def check(self, features: list[str]) -> None:
-        """Raise unless some way of running the model has every feature; see `check_layout`."""
+        """Raise unless the model is causal, and some way of running it has every feature."""
+        forward = self._forward
+        score = forward.logprobs if isinstance(forward, Forward) else forward.values
+        if isinstance(forward, Forward):
+            check_causality(self._model, score, **self._options)
 
         def check() -> None:
             for feature in features:
-                check_layout(self._model, self._score, feature=feature, **self._options)
+                check_layout(self._model, score, feature=feature, **self._options)
 
         keep_apart(self._model, check, self._parallel, torch.float32)
 
 
-def stand_in(config: EngineConfig) -> PreTrainedModel:
+def stand_in(config: EngineConfig, *, is_narrow: bool) -> PreTrainedModel:
     """Return a model that runs the code of a config's model in little time, with random weights.
 
-    In float32 and eval mode, on the CPU. Rows of a weight overlap in memory: it cannot be trained.
+    In float32 and eval mode, on the CPU. Weights share memory: it cannot be trained.
+
+    Args:
+        config: The worker's config.
+        is_narrow: Whether hidden states are narrower too, and attention has fewer heads of the same
+            size, which some models do not allow.
 
     Raises:
         ValueError: It is too large all the same. The model's code may raise others.
@@ -118,6 +137,8 @@ def stand_in(config: EngineConfig) -> PreTrainedModel:
     one_rank = replace(config.layout, data_parallel=1, tensor_parallel=1, context_parallel=1)
     model_config = load_model_config(config)
     _shrink(model_config)
+    if is_narrow:
+        _narrow(model_config)
     model = empty_model(replace(config, adapters=None, layout=one_rank), model_config)
     _keep_first_of_each_kind(model)
     size = sum(parameter.numel() for parameter in model.parameters())
@@ -139,6 +160,20 @@ def _shrink(model_config: PreTrainedConfig) -> None:
         token = getattr(text, name, None)
         if isinstance(token, int) and token >= text.vocab_size:
             setattr(text, name, 0)
+
+
+def _narrow(model_config: PreTrainedConfig) -> None:
+    """Divide the hidden size and the numbers of heads of a config, in place."""
+    text = model_config.get_text_config()
+    size, heads = text.hidden_size, text.num_attention_heads
+    key_value_heads = getattr(text, "num_key_value_heads", None) or heads
+    factor = 1
+    divided = (size, heads, key_value_heads)
+    while size // factor > _HIDDEN_SIZE and not any(each % (2 * factor) for each in divided):
+        factor *= 2
+    text.hidden_size, text.num_attention_heads = size // factor, heads // factor
+    if getattr(text, "num_key_value_heads", None):
+        text.num_key_value_heads = key_value_heads // factor
 
 
 def _keep_first_of_each_kind(model: PreTrainedModel) -> None:
@@ -177,39 +212,54 @@ def _fill(model: PreTrainedModel) -> None:
     buffers = initial_buffers(model)
     for name, buffer in model.named_buffers(remove_duplicate=False):
         buffer.data = buffers[name]
-    random = torch.Generator().manual_seed(0)
+    numbers = _SharedNumbers()
     given: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in given:
-                values = _random_values(module, name, parameter.shape, random)
+                is_table = isinstance(module, nn.Embedding)
+                fan_in = 1 if is_table else parameter.shape[-1] if parameter.ndim else 1
+                values = numbers.take(parameter.shape, fan_in=fan_in, is_bias=name.endswith("bias"))
                 given[id(parameter)] = nn.Parameter(values, requires_grad=False)
             module.register_parameter(name, given[id(parameter)])
 
 
-def _random_values(
-    module: nn.Module, name: str, shape: torch.Size, random: torch.Generator
-) -> torch.Tensor:
-    """Return values of about the size that trained ones have, whose rows overlap in memory.
+class _SharedNumbers:
+    """Random numbers of about the size that trained weights have, which many weights share."""
 
-    Element `[i, j]` is number `3 i + j` of a list: neighbouring rows are different all the same.
-    """
-    if len(shape) < 2:
-        drawn = torch.randn(shape, generator=random)
-        return 0.02 * drawn if name.endswith("bias") else 1 + 0.1 * drawn
-    strides = _STRIDES[: len(shape)][::-1]
-    length = 1 + sum(stride * (size - 1) for stride, size in zip(strides, shape, strict=True))
-    scale = 1.0 if isinstance(module, nn.Embedding) else shape[-1] ** -0.5
-    return (scale * torch.randn(length, generator=random)).as_strided(shape, strides)
+    def __init__(self) -> None:
+        self._random = torch.Generator().manual_seed(0)
+        self._base = torch.randn(_PERIOD, generator=self._random)
+        self._scaled: dict[int, torch.Tensor] = {}
+        self._weights = 0
+
+    def take(self, shape: torch.Size, *, fan_in: int, is_bias: bool) -> torch.Tensor:
+        """Return a weight; its memory is that of others, and of matrices of the same weight."""
+        *outer, width = shape or [1]
+        if not outer:
+            drawn = torch.randn(shape, generator=self._random)
+            return 0.02 * drawn if is_bias else 1 + 0.1 * drawn
+        *matrices, rows = outer
+        start = self._weights * _WEIGHT_STRIDE % _PERIOD
+        self._weights += 1
+        size = start + rows * width + sum(_MATRIX_STRIDE * count for count in matrices)
+        found = self._scaled.get(fan_in)
+        if found is None or found.numel() < size:
+            repeats = -(-size // _PERIOD)
+            self._scaled[fan_in] = found = (self._base * fan_in**-0.5).repeat(repeats)
+        strides = (*[_MATRIX_STRIDE] * len(matrices), width, 1)
+        return found.as_strided(shape, strides, start)
 
 
 @contextmanager
 def _quietly() -> Generator[None, None, None]:
     """Leave warnings inside to the start, which gives them once."""
-    package = logging.getLogger(__package__)
-    before = package.level
-    package.setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in (__package__, "transformers")]
+    before = [each.level for each in loggers]
+    for each in loggers:
+        each.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        package.setLevel(before)
+        for each, level in zip(loggers, before, strict=True):
+            each.setLevel(level)
