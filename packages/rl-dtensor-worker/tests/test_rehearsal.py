@@ -13,6 +13,7 @@ from tiny_model import build_tokenizer, make_config
 from transformers import (
     BartConfig,
     DeepseekV3Config,
+    GlmMoeDsaConfig,
     GPT2Config,
     LlamaConfig,
     OpenAIGPTConfig,
@@ -123,3 +124,8 @@ def test_a_model_that_does_not_run_small_is_left_to_the_start(tmp_path, caplog, 
     with caplog.at_level(logging.INFO, logger="rl_dtensor_worker"):
         DTensorPolicyWorker.validate_config(config, world_size=1)
     assert "left to the start: its layers are too large for a rehearsal" in caplog.text
+
+
+def test_a_token_that_chooses_among_more_tokens_than_a_probe_has_is_seen_to_choose(tmp_path):
+    config = save(GlmMoeDsaConfig(), tmp_path, **PACKING)
+    DTensorPolicyWorker.validate_config(config, world_size=1)

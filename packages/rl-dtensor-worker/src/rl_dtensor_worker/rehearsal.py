@@ -40,6 +40,7 @@ _CPU = torch.device("cpu")
 # In transformers' configs: sizes on which no other size depends, and what they are here at most.
 _SIZES = {
     "vocab_size": 512,
+    "vocab_size_per_layer_input": 512,
     "intermediate_size": 128,
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,

@@ -21,6 +21,7 @@ from rl_dtensor_worker.layout import SHARING
 from rl_dtensor_worker.mixing import (
     ModelError,
     Way,
+    few_choices,
     model_errors,
     run_probe,
     short_windows,
@@ -155,6 +156,18 @@ def keep_apart(
     Raises:
         ValueError: It passes in no way; what it says where the model's own blocks take the layout.
     """
+    with few_choices(model):
+        scope, way = _find_way(model, check, parallel, compute_dtype)
+    _report(model, scope, way)
+
+
+def _find_way(
+    model: PreTrainedModel,
+    check: Callable[[], None],
+    parallel: ParallelContext,
+    compute_dtype: torch.dtype,
+) -> tuple[SequenceScope, Way]:
+    """Return the first way of running a model for which `check` passes, see `keep_apart`."""
     mixing, first, own = parallel.mixing, None, model.config._attn_implementation
     with parallel.unsharded_sequences():
         tolerance = TOLERANCES[compute_dtype]
@@ -168,7 +181,7 @@ def keep_apart(
             except ValueError as error:
                 first = first or error
             else:
-                return _report(model, scope, way)
+                return scope, way
     assert first is not None
     raise first
 
