@@ -1,6 +1,7 @@
 """What the tests of all packages have in common."""
 
 import atexit
+import gc
 import os
 import tempfile
 from collections import Counter
@@ -12,6 +13,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests talk to this machine alone: a name of a model that is not there is not looked up.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Until all tests are imported: modules are objects by the hundred thousand and none is garbage, so
+# to look for some among them again and again takes a fifth of the time of importing torch.
+gc.disable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,6 +34,17 @@ def pytest_configure() -> None:
         directory = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
         os.environ["RAY_TMPDIR"] = directory.name
         atexit.register(directory.cleanup)
+
+
+# Not `pytest_collection_finish`, which the process that starts others of pytest-xdist lacks.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect garbage from here on, but none of what has been imported, nor in forked ranks."""
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 # Around pytest's own, which reads `-m`.
