@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--sample-fast",
         action="store_true",
-        help="of the tests that are not slow, run the first of each file",
+        help="of the tests that are not slow, run the first of each file that has no slow one",
     )
 
 
@@ -57,8 +57,9 @@ def pytest_collection_modifyitems(
     yield
     if config.getoption("sample_fast"):
         fast = [item for item in items if not item.get_closest_marker("slow")]
-        firsts = {item.path: item for item in reversed(fast)}
-        dropped = {item for item in fast if item is not firsts[item.path]}
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        firsts = {item.path: item for item in reversed(fast) if item.path not in slow}
+        dropped = {item for item in fast if item is not firsts.get(item.path)}
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if item not in dropped]
 
