@@ -54,6 +54,8 @@ _LOCAL_SETTINGS = {
     "worker_niceness": 0,
     # Ray would keep a record of the last 100,000 calls for its dashboard, which is not started.
     "task_events_report_interval_ms": 0,
+    # Ray would start a process per core for tasks, of which there are none, while ranks start.
+    "prestart_worker_first_driver": False,
 }
 _STRATEGIES = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
 # Long enough for a node that is just joining, short enough not to look like a hang.
