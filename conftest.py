@@ -1,6 +1,7 @@
 """What the tests of all packages have in common."""
 
 import atexit
+import gc
 import os
 import tempfile
 from collections import Counter
@@ -12,6 +13,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests talk to this machine alone: a name of a model that is not there is not looked up.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Until all tests are imported: modules are objects by the hundred thousand and none is garbage, so
+# to look for some among them again and again takes a fifth of the time of importing torch.
+gc.disable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -19,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--sample-fast",
         action="store_true",
-        help="of the tests that are not slow, run the first of each file",
+        help="of the tests that are not slow, run the first of each file that has no slow one",
     )
 
 
@@ -32,6 +36,17 @@ def pytest_configure() -> None:
         atexit.register(directory.cleanup)
 
 
+# Not `pytest_collection_finish`, which the process that starts others of pytest-xdist lacks.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect garbage from here on, but none of what has been imported, nor in forked ranks."""
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 # Around pytest's own, which reads `-m`.
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(
@@ -42,8 +57,9 @@ def pytest_collection_modifyitems(
     yield
     if config.getoption("sample_fast"):
         fast = [item for item in items if not item.get_closest_marker("slow")]
-        firsts = {item.path: item for item in reversed(fast)}
-        dropped = {item for item in fast if item is not firsts[item.path]}
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        firsts = {item.path: item for item in reversed(fast) if item.path not in slow}
+        dropped = {item for item in fast if item is not firsts.get(item.path)}
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if item not in dropped]
 

@@ -12,8 +12,8 @@ from rl_batched_data import BatchedDataDict
 from rl_interfaces import NOT_SAMPLED, FinishedSubmission, TicketsLostError
 from rl_policy.data.datasets import Problem, open_stream
 from rl_policy.generation.stream import require_known, require_room
-from rl_policy.recipes.async_rollouts import AsyncPlan, AsyncRollouts, TrainedLedger
-from rl_policy.recipes.groups import CompletionGroups
+from rl_policy.recipes.policy_gradient.async_rollouts import AsyncPlan, AsyncRollouts, TrainedLedger
+from rl_policy.recipes.policy_gradient.groups import CompletionGroups
 
 PROBLEMS = [Problem(prompt=str(number), answer="", source=0) for number in range(7)]
 PAD = 99

@@ -13,7 +13,7 @@ from rl_policy.config import (
     render_run_config,
 )
 from rl_policy.losses import ClippedPGLoss
-from rl_policy.recipes.policy_gradient_config import has_warm_up
+from rl_policy.recipes.policy_gradient.config import has_warm_up
 from rl_policy.recipes.sft import sft_policy
 from rl_policy.run.inputs import engine_section
 from rl_policy.run.machine import check_devices

@@ -5,10 +5,10 @@ import yaml
 from rl_policy.cli import build_app
 from rl_policy.commands.convert_config import convert
 from rl_policy.config import load_run_config
-from rl_policy.recipes.async_rollouts import AsyncSection
 from rl_policy.recipes.distill import DistillSection, teacher_policy
 from rl_policy.recipes.dpo import DpoSection
 from rl_policy.recipes.grpo_config import GrpoSection, LossSection
+from rl_policy.recipes.policy_gradient.async_rollouts import AsyncSection
 from rl_policy.recipes.reward_model import RmSection
 from rl_policy.recipes.sft import SftSection
 from typer.testing import CliRunner

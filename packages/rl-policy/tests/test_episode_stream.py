@@ -21,8 +21,8 @@ from rl_policy.environments.pool import ProcessPool
 from rl_policy.environments.rollouts import EnvironmentFailure, EpisodePlayer, episode_metrics
 from rl_policy.environments.stream import EpisodeStream
 from rl_policy.generation.stream import require_known, require_room
-from rl_policy.recipes.async_rollouts import AsyncPlan, AsyncRollouts, TrainedLedger
-from rl_policy.recipes.groups import EpisodeGroups
+from rl_policy.recipes.policy_gradient.async_rollouts import AsyncPlan, AsyncRollouts, TrainedLedger
+from rl_policy.recipes.policy_gradient.groups import EpisodeGroups
 
 pytestmark = pytest.mark.needs("rl-policy[dtensor]")
 

@@ -5,8 +5,8 @@ from rl_interfaces import LossType
 from rl_policy.config import load_run_config
 from rl_policy.losses import ClippedPGLoss
 from rl_policy.recipes.grpo_config import LossSection
-from rl_policy.recipes.policy_gradient import warn_of_truncation
-from rl_policy.recipes.policy_gradient_config import build_loss
+from rl_policy.recipes.policy_gradient.config import build_loss
+from rl_policy.recipes.policy_gradient.step import warn_of_truncation
 
 
 def test_the_section_loss_becomes_the_loss():

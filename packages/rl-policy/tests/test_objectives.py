@@ -13,8 +13,12 @@ from rl_policy.config import (
 from rl_policy.data.rewards import Rewards
 from rl_policy.losses import ClippedPGLoss
 from rl_policy.recipes.grpo_config import PRESETS, GrpoSection, LossSection
-from rl_policy.recipes.objectives import mean_advantages, reward_columns, step_advantages
-from rl_policy.recipes.policy_gradient_config import build_loss
+from rl_policy.recipes.policy_gradient.config import build_loss
+from rl_policy.recipes.policy_gradient.objectives import (
+    mean_advantages,
+    reward_columns,
+    step_advantages,
+)
 
 TWO_REWARDS = ["reward.function=[a.py:x, b.py:y]"]
 # 1e-6 is added to standard deviations of 0.27 and more, of advantages up to 3.3.

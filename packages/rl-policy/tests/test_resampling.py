@@ -6,8 +6,8 @@ from rl_batched_data import BatchedDataDict
 from rl_interfaces import NOT_SAMPLED
 from rl_policy.data.datasets import Problem
 from rl_policy.data.rewards import Rewards
-from rl_policy.recipes.policy_gradient import Rollout
-from rl_policy.recipes.resampling import resample
+from rl_policy.recipes.policy_gradient.resampling import resample
+from rl_policy.recipes.policy_gradient.step import Rollout
 
 PAD = 7
 

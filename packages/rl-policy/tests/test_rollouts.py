@@ -11,8 +11,8 @@ from rl_policy.data.datasets import Problem
 from rl_policy.data.tiny_model import END, PAD, build_tokenizer
 from rl_policy.environments.pool import GivenEnvironment, ThreadPool
 from rl_policy.environments.rollouts import EnvironmentFailure, EpisodePlayer, episode_metrics
-from rl_policy.recipes.policy_gradient import Rollout
-from rl_policy.recipes.resampling import resample
+from rl_policy.recipes.policy_gradient.resampling import resample
+from rl_policy.recipes.policy_gradient.step import Rollout
 from rl_policy.run.samples import SampleLog, read_samples
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast

@@ -1,7 +1,7 @@
 """The policy-gradient loss: ratio, clipping, correction of the sampler, KL penalty, entropy bonus.
 
 One class with settings that combine, instead of a class for each algorithm;
-`rl_policy.recipes.objectives` has the named combinations. Advantages are in
+`rl_policy.recipes.policy_gradient.objectives` has the named combinations. Advantages are in
 `rl_policy.losses.advantages`.
 """
 

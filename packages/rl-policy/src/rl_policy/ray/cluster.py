@@ -54,6 +54,8 @@ _LOCAL_SETTINGS = {
     "worker_niceness": 0,
     # Ray would keep a record of the last 100,000 calls for its dashboard, which is not started.
     "task_events_report_interval_ms": 0,
+    # Ray would start a process per core for tasks, of which there are none, while ranks start.
+    "prestart_worker_first_driver": False,
 }
 _STRATEGIES = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
 # Long enough for a node that is just joining, short enough not to look like a hang.
@@ -375,9 +377,12 @@ class RayVirtualCluster:
             _remove(groups)
         SESSION.leave(id(self))
 
+    # Kept here, as the interpreter clears the names of modules before the last objects.
+    _is_finalizing = staticmethod(sys.is_finalizing)
+
     def __del__(self) -> None:
         """Shut down, unless the interpreter exits, which ends Ray by itself."""
-        if not sys.is_finalizing():
+        if not self._is_finalizing():
             self.shutdown()
 
     def _reserve(self) -> list[PlacementGroup]:

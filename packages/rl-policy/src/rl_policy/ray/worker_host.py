@@ -55,6 +55,8 @@ class WorkerHost:
     """
 
     def __init__(self, name: str, rank: int) -> None:
+        # Until the worker's class has been imported, see `construct`.
+        gc.disable()
         self._label = f"{name}-{rank}"
         self._worker: HostedWorker | None = None
         self._port: ReservedPort | None = None
@@ -95,6 +97,11 @@ class WorkerHost:
         kwargs: Mapping[str, object],
     ) -> None:
         """Construct the worker, in the environment that was set."""
+        # Modules are objects by the hundred thousand, which the collector would go through again
+        # and again: it is a fifth of the time of importing a backend, and of every later call.
+        if not gc.isenabled():
+            gc.freeze()
+            gc.enable()
         self._worker = worker_class(*args, **kwargs)
 
     def call(self, method: str, keep_result: bool, *args: object, **kwargs: object) -> object:

@@ -35,7 +35,7 @@ from rl_policy.data.batches import Batch, ProblemEncoder, completion_batch
 from rl_policy.losses import DistillationLoss
 from rl_policy.policy import Policy
 from rl_policy.recipes import Recipe
-from rl_policy.recipes.policy_gradient_config import (
+from rl_policy.recipes.policy_gradient.config import (
     check_adapters_alone,
     check_delta,
     check_refit,

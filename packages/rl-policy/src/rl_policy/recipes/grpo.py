@@ -36,12 +36,6 @@ from rl_policy.generation.vllm.requests import mean_staleness
 from rl_policy.policy import Policy
 from rl_policy.ray.failures import WorkerDiedError, death_behind
 from rl_policy.recipes import Recipe
-from rl_policy.recipes.async_rollouts import (
-    AsyncRollouts,
-    AsyncSection,
-    TrainedLedger,
-)
-from rl_policy.recipes.groups import CompletionGroups, EpisodeGroups, GroupSampler
 from rl_policy.recipes.grpo_config import (
     GrpoSection,
     LossSection,
@@ -49,8 +43,16 @@ from rl_policy.recipes.grpo_config import (
     expand_preset,
     plan_rollouts,
 )
-from rl_policy.recipes.objectives import step_advantages
-from rl_policy.recipes.policy_gradient import (
+from rl_policy.recipes.policy_gradient.async_rollouts import (
+    AsyncRollouts,
+    AsyncSection,
+    TrainedLedger,
+)
+from rl_policy.recipes.policy_gradient.config import build_loss, warm_up_policies
+from rl_policy.recipes.policy_gradient.groups import CompletionGroups, EpisodeGroups, GroupSampler
+from rl_policy.recipes.policy_gradient.objectives import step_advantages
+from rl_policy.recipes.policy_gradient.resampling import resample
+from rl_policy.recipes.policy_gradient.step import (
     DIAGNOSTICS,
     BatchScorer,
     PolicyGradientMetrics,
@@ -67,8 +69,6 @@ from rl_policy.recipes.policy_gradient import (
     valid_rewards,
     warm_up,
 )
-from rl_policy.recipes.policy_gradient_config import build_loss, warm_up_policies
-from rl_policy.recipes.resampling import resample
 from rl_policy.recipes.sft import SFT, SftSection
 from rl_policy.run.directory import RunState
 from rl_policy.run.evaluation import heldout_accuracy, measuring_a_step

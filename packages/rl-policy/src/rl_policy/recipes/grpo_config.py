@@ -22,8 +22,8 @@ from rl_policy.config import (
 )
 from rl_policy.environments.pool import GivenEnvironment
 from rl_policy.generation.vllm.config import complete_section
-from rl_policy.recipes.async_rollouts import AsyncPlan, AsyncSection
-from rl_policy.recipes.policy_gradient_config import (
+from rl_policy.recipes.policy_gradient.async_rollouts import AsyncPlan, AsyncSection
+from rl_policy.recipes.policy_gradient.config import (
     PolicyGradientSection,
     PolicyLossSection,
     check_rollouts,

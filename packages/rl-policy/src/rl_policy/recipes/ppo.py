@@ -45,9 +45,18 @@ from rl_policy.losses import (
 )
 from rl_policy.policy import Policy
 from rl_policy.recipes import Recipe
-from rl_policy.recipes.async_rollouts import AsyncSection
-from rl_policy.recipes.objectives import kl_estimates
-from rl_policy.recipes.policy_gradient import (
+from rl_policy.recipes.policy_gradient.async_rollouts import AsyncSection
+from rl_policy.recipes.policy_gradient.config import (
+    KLPlace,
+    PolicyGradientSection,
+    PolicyLossSection,
+    build_loss,
+    check_batch_size,
+    check_rollouts,
+    warm_up_policies,
+)
+from rl_policy.recipes.policy_gradient.objectives import kl_estimates
+from rl_policy.recipes.policy_gradient.step import (
     DIAGNOSTICS,
     BatchScorer,
     PolicyGradientMetrics,
@@ -62,15 +71,6 @@ from rl_policy.recipes.policy_gradient import (
     step_columns,
     train_epochs,
     warm_up,
-)
-from rl_policy.recipes.policy_gradient_config import (
-    KLPlace,
-    PolicyGradientSection,
-    PolicyLossSection,
-    build_loss,
-    check_batch_size,
-    check_rollouts,
-    warm_up_policies,
 )
 from rl_policy.recipes.sft import SFT, SftSection
 from rl_policy.run.directory import RunState

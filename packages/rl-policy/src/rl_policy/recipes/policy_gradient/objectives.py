@@ -18,7 +18,7 @@ from rl_policy.losses import (
     whiten,
 )
 from rl_policy.recipes.grpo_config import GrpoSection, LossSection
-from rl_policy.recipes.policy_gradient_config import PolicyLossSection
+from rl_policy.recipes.policy_gradient.config import PolicyLossSection
 
 
 def step_advantages(

@@ -1,6 +1,6 @@
 """What a step of the policy gradient consists of: sample, reward, score, train; for GRPO and PPO.
 
-Their sections are those of `policy_gradient_config`. How advantages come about, and what else there
+Their sections are those of `config`. How advantages come about, and what else there
 is beside the policy, is the recipe's own.
 """
 
@@ -21,12 +21,12 @@ from rl_policy.data.batches import Batch, ProblemEncoder, completion_batch
 from rl_policy.data.datasets import Problem
 from rl_policy.data.rewards import mean_parts
 from rl_policy.policy import Policy
-from rl_policy.recipes.objectives import mean_advantages
-from rl_policy.recipes.policy_gradient_config import (
+from rl_policy.recipes.policy_gradient.config import (
     PolicyGradientSection,
     PolicyLossSection,
     has_warm_up,
 )
+from rl_policy.recipes.policy_gradient.objectives import mean_advantages
 from rl_policy.recipes.sft import fine_tune, prepare_sft
 from rl_policy.run.directory import RunState
 from rl_policy.run.evaluation import (

@@ -4,7 +4,7 @@
     engines   sample, sample, sample, ... (the weights are exchanged between two of their steps)
 
 A `RolloutBuffer` has the order, the bound of staleness and the account; `trained.jsonl` in the
-run's directory is a ledger of the groups that each step has trained on. `rl_policy.recipes.groups`
+run's directory is a ledger of the groups that each step has trained on. `groups` beside this module
 has how a group is sampled: completions of one call, or episodes with an environment.
 
 Versions: the engines' weights have the number of the recipe's step after which they were sent, and
@@ -28,7 +28,7 @@ from rl_interfaces.config.schema import MOST
 from rl_policy.config import Section
 from rl_policy.data.batches import Batch
 from rl_policy.data.datasets import Problem, Stream
-from rl_policy.recipes.groups import GroupSampler, SampledGroup
+from rl_policy.recipes.policy_gradient.groups import GroupSampler, SampledGroup
 from rl_policy.rollout_buffer import RolloutBuffer, RolloutGroup, TooOld
 from rl_policy.run.metrics import keep_steps
 

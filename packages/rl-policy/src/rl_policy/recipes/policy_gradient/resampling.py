@@ -13,8 +13,8 @@ from rl_interfaces import NOT_SAMPLED
 
 from rl_policy.data.rewards import Rewards
 from rl_policy.losses import groups_with_signal
-from rl_policy.recipes.objectives import reward_columns
-from rl_policy.recipes.policy_gradient import Rollout
+from rl_policy.recipes.policy_gradient.objectives import reward_columns
+from rl_policy.recipes.policy_gradient.step import Rollout
 
 
 def resample(

@@ -1,0 +1,1 @@
+"""What the recipes of the policy gradient share: sampled groups, their advantages, and a step."""
