@@ -203,7 +203,28 @@ def test_several_errors_are_all_named():
         load_run_config("grpo", overrides=["grpo.steps=0", "checkpoint.every=x"])
 
 
-@pytest.mark.parametrize("content", ["a: [1", "- 1\n- 2\n", "a: ${missing}"])
+def test_a_file_computes_as_files_of_nemo_rl_do(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        """
+policy:
+  max_total_sequence_length: 64
+  train_micro_batch_size: 4
+  make_sequence_length_divisible_by: ${policy.dtensor_cfg.tensor_parallel_size}
+  dtensor_cfg: {tensor_parallel_size: 2}
+  sequence_packing:
+    train_mb_tokens: ${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}
+  optimizer: {kwargs: {lr: 5e-6, eps: 1e-8}}
+"""
+    )
+    policy = load_run_config("sft", path=path).policy
+    assert policy["make_sequence_length_divisible_by"] == 2
+    assert policy["sequence_packing"]["train_mb_tokens"] == 256
+    kwargs = policy["optimizer"]["kwargs"]
+    assert (kwargs["lr"], kwargs["eps"]) == (5e-6, 1e-8)
+
+
+@pytest.mark.parametrize("content", ["a: [1", "- 1\n- 2\n", "a: ${missing}", "a: ${mul:x,2.5}"])
 def test_a_broken_file_is_named(tmp_path, content):
     path = tmp_path / "run.yaml"
     path.write_text(content)

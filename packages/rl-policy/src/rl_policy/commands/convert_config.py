@@ -7,8 +7,6 @@ run is another one without them. The keys are those of the example configuration
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -22,17 +20,16 @@ from rl_interfaces.config.resolve import merge_sections
 from rl_interfaces.config.schema import check_type
 from typing_extensions import is_typeddict
 
-from rl_policy.config import Settings, flatten, nest, new_run_config, parse_overrides
+from rl_policy.config import (
+    Settings,
+    add_arithmetic,
+    flatten,
+    nest,
+    new_run_config,
+    parse_overrides,
+)
 from rl_policy.generation.vllm.config import VllmSection
 
-_RESOLVERS: Mapping[str, Callable[..., Any]] = {
-    "mul": lambda *factors: math.prod(factors),
-    "add": lambda *terms: sum(terms),
-    "sub": lambda first, second: first - second,
-    "div": lambda first, second: first // second,
-    "max": max,
-    "min": min,
-}
 # The section that is NeMo RL's for a recipe of ours.
 _RECIPES = {"grpo": "grpo", "sft": "sft", "dpo": "dpo", "rm": "rm", "distillation": "distill"}
 _ALREADY, _LOST = "as here: ", "LOST: "
@@ -141,12 +138,7 @@ def convert(path: Path, overrides: list[str] | None = None) -> Conversion:
 
 def _read(path: Path) -> Settings:
     """Return the content of a file over that of its `defaults`, interpolations resolved."""
-    with warnings.catch_warnings():
-        # Newer versions have another name for it, which older ones lack.
-        warnings.simplefilter("ignore", UserWarning)
-        for name, resolver in _RESOLVERS.items():
-            if not OmegaConf.has_resolver(name):
-                OmegaConf.register_new_resolver(name, resolver)
+    add_arithmetic()
     try:
         content = OmegaConf.to_container(_merged(path, ()), resolve=True)
     except (OSError, yaml.YAMLError, OmegaConfBaseException, TypeError) as error:

@@ -7,6 +7,7 @@ Keys, types and ranges are pydantic's to check; the section `policy` is
 """
 
 from rl_policy.config.loading import (
+    add_arithmetic,
     flatten,
     join_settings,
     load_run_config,
@@ -61,6 +62,7 @@ __all__ = [
     "Settings",
     "TinyModelSection",
     "TrackingSection",
+    "add_arithmetic",
     "flatten",
     "join_settings",
     "load_run_config",

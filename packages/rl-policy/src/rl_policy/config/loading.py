@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +28,16 @@ from rl_policy.data.rewards import GivenReward
 from rl_policy.data.rows import GivenRows
 from rl_policy.environments.pool import GivenEnvironment
 from rl_policy.recipes import Recipe, find_recipe, installed_recipes
+
+# What files of NeMo RL compute with: `${mul:${policy.max_total_sequence_length}, 4}`.
+_RESOLVERS: Mapping[str, Callable[..., Any]] = {
+    "mul": lambda *factors: math.prod(factors),
+    "add": lambda *terms: sum(terms),
+    "sub": lambda first, second: first - second,
+    "div": lambda first, second: first // second,
+    "max": max,
+    "min": min,
+}
 
 
 def load_run_config(
@@ -155,6 +167,7 @@ def read_yaml(path: Path) -> Settings:
     Raises:
         ValueError: The file cannot be read or holds no mapping; names the file.
     """
+    add_arithmetic()
     try:
         content = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except RecursionError:
@@ -165,6 +178,19 @@ def read_yaml(path: Path) -> Settings:
     if not isinstance(content, dict):
         raise ValueError(f"the config {path} must hold a mapping")
     return {str(key): value for key, value in content.items()}
+
+
+def add_arithmetic() -> None:
+    """Let interpolations of OmegaConf compute: `mul`, `add`, `sub`, `div`, `max` and `min`.
+
+    One that a program has registered under such a name stays.
+    """
+    with warnings.catch_warnings():
+        # Newer versions have another name for it, which older ones lack.
+        warnings.simplefilter("ignore", UserWarning)
+        for name, resolver in _RESOLVERS.items():
+            if not OmegaConf.has_resolver(name):
+                OmegaConf.register_new_resolver(name, resolver)
 
 
 def parse_overrides(overrides: Sequence[str]) -> Settings:
@@ -184,6 +210,7 @@ def parse_overrides(overrides: Sequence[str]) -> Settings:
             raise ValueError(f"{key} is given twice, as {seen[key]} and {override}: give it once")
         seen[key] = override
     given = " ".join(overrides)
+    add_arithmetic()
     try:
         content = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)), resolve=True)
     except RecursionError:
