@@ -80,11 +80,16 @@ def build_strange(path):
     return str(path)
 
 
-def start_and_generate(*, config, class_name, batch):
-    """Start a worker on a class and generate; return the warnings."""
+def load_as(class_name):
+    """Let transformers load models of the strange type as a class, in this process."""
     AutoConfig.register("strange", StrangeConfig, exist_ok=True)
     model_class = type(class_name, (CLASSES[class_name],), {"config_class": StrangeConfig})
     AutoModelForCausalLM.register(StrangeConfig, model_class, exist_ok=True)
+
+
+def start_and_generate(*, config, class_name, batch):
+    """Start a worker on a class and generate; return the warnings."""
+    load_as(class_name)
     warnings, handler = [], logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())
     logger = logging.getLogger("rl_dtensor_worker")

@@ -44,7 +44,6 @@ _ONE_CYCLE = f"{_SCHEDULES}.OneCycleLR"
             ["custom_parallel_plan='torch.pi'", "float, not a dict"],
         ),
         (_section(context_parallel_size=0), ["context_parallel_size=0", "at least 1"]),
-        (_section(sequence_parallel=True), ["sequence_parallel=True", "tensor_parallel_size"]),
         (_section(custom_parallel_plan="a.b"), ["custom_parallel_plan='a.b'"]),
         (
             {"head": "reward", **_section(tensor_parallel_size=2, sequence_parallel=True)},

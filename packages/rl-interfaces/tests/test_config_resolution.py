@@ -451,3 +451,24 @@ def test_exactly_the_contradictions_are_refused(config):
         resolve_policy_config(config)
     else:
         assert " contradicts policy.dtensor_cfg." in refusal(config)
+
+
+@pytest.mark.parametrize("section", ["dtensor_cfg", "megatron_cfg"])
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "0"}, r"env_vars\.RANK='0': a rank's process has read it"),
+        ({"OMP_NUM_THREADS": "2"}, r"env_vars\.OMP_NUM_THREADS='2'"),
+        ({"A=B": "0"}, r"env_vars\.A=B='0' cannot be an environment variable"),
+        ({"NCCL_DEBUG": 1}, r"env_vars\.NCCL_DEBUG must be str, got int 1"),
+    ],
+)
+def test_variables_that_a_rank_cannot_be_given_are_refused(section, variables, message):
+    given = {"model_name": "m", section: {"enabled": True, "env_vars": variables}}
+    with pytest.raises(ValueError, match=rf"policy\.{section}\.{message}"):
+        resolve_policy_config(given)
+
+
+def test_variables_of_a_rank_are_kept():
+    given = {"model_name": "m", "dtensor_cfg": {"enabled": True, "env_vars": {"NCCL_DEBUG": "1"}}}
+    assert resolve_policy_config(given)["dtensor_cfg"]["env_vars"] == {"NCCL_DEBUG": "1"}

@@ -41,6 +41,8 @@ def test_every_documented_key_arrives():
         pipeline_dtype="bfloat16",
         moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=0.01,
+        moe_router_dtype="fp32",
+        apply_rope_fusion=False,
         scheduler={
             "lr_decay_style": "cosine",
             "lr_decay_iters": 10,
@@ -72,6 +74,8 @@ def test_every_documented_key_arrives():
     assert (parsed.model.recompute_granularity, parsed.model.recompute_method) == ("full", "block")
     assert parsed.model.recompute_num_layers == 2
     assert parsed.model.moe_options["moe_aux_loss_coeff"] == 0.01
+    assert parsed.model.moe_options["moe_router_dtype"] == "fp32"
+    assert not parsed.model.fuses_rope
     assert (parsed.converter_type, parsed.empty_unused_memory_level) == ("llama", 2)
     optimizer, scheduler = parsed.optimizer, parsed.scheduler
     assert (optimizer.lr, optimizer.min_lr, optimizer.weight_decay) == (1e-3, 1e-4, 0.1)
@@ -121,7 +125,7 @@ def test_without_an_optimizer_none_is_needed():
 REFUSED = {
     "sizes": ({"tensor_model_parallel_size": 3}, {}, "tensor_model_parallel_size=3"),
     "experts": ({"expert_model_parallel_size": 3}, {}, "expert_model_parallel_size=3"),
-    "sequence": ({"sequence_parallel": True}, {}, "tensor_model_parallel_size > 1"),
+    "router": ({"moe_router_dtype": "fp16"}, {}, r"moe_router_dtype='fp16' must be one of"),
     "stages": ({"virtual_pipeline_model_parallel_size": 2}, {}, "pipeline_model_parallel_size > 1"),
     "pipeline_dtype": (
         {"pipeline_dtype": "bfloat16"},

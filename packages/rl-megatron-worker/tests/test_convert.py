@@ -385,7 +385,10 @@ def test_a_converter_has_the_name_of_the_models_class_too():
     config = Qwen3Config(num_hidden_layers=1)
     by_type = converter_for(config)
     assert converter_for(config, "Qwen3ForCausalLM") is by_type
-    assert converter_for(config, "LlamaForCausalLM") is converter_for(config, "llama")
+    # Another class is meant for models without a converter; the name of a converter is an order.
+    assert converter_for(config, "LlamaForCausalLM") is by_type
+    llama = converter_for(config, "llama")
+    assert converter_for(GPT2Config(), "LlamaForCausalLM") is llama is not by_type
     with pytest.raises(
         ValueError, match="converter_type='Qwen9ForCausalLM', for which there is no"
     ):

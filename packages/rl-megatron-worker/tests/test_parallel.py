@@ -80,10 +80,6 @@ REFUSED = {
         {"expert_model_parallel_size": 3},
         r"expert_model_parallel_size=3 times .* does not divide world_size=4",
     ),
-    "sequence": (
-        {"sequence_parallel": True},
-        r"sequence_parallel=True needs .*tensor_model_parallel_size > 1",
-    ),
     "virtual": (
         {"virtual_pipeline_model_parallel_size": 2},
         r"virtual_pipeline_model_parallel_size=2 needs .*pipeline_model_parallel_size > 1",
@@ -118,11 +114,6 @@ DOES_NOT_DIVIDE = {
     "units": ({"tensor": 2}, {"ffn_hidden_size": 49}, r"size=2 .* 49 MLP units"),
     "experts": ({"expert": 3}, EXPERTS, r"expert_model_parallel_size=3 .* 4 experts"),
     "no-experts": ({"expert": 2}, {}, r"expert_model_parallel_size=2 needs an MoE"),
-    "no-expert-parts": (
-        {"tensor": 2, "expert_tensor": 1},
-        {},
-        r"expert_tensor_parallel_size=1 differs from tensor_model_parallel_size=2: .* an MoE",
-    ),
     "expert-parts": (
         {"tensor": 2, "sequence_parallel": True, "expert_tensor": 1},
         EXPERTS,

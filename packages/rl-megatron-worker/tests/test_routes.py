@@ -219,6 +219,31 @@ def test_frozen_routers_stay_and_all_else_is_trained(pools, tmp_path, is_distrib
     assert changed == before.keys() - routers
 
 
+def test_biases_of_routers_that_would_have_to_change_are_refused(tmp_path):
+    for kind in ("qwen3_moe", "deepseek_v3"):
+        path = build_tiny(tmp_path / kind, kind)
+        MegatronPolicyWorker.validate_config(
+            make_config(path, moe_router_bias_update_rate=0.0), world_size=1
+        )
+        config = make_config(path, moe_router_bias_update_rate=0.001)
+        if kind == "qwen3_moe":
+            # It has none.
+            MegatronPolicyWorker.validate_config(config, world_size=1)
+            continue
+        with pytest.raises(ValueError, match=r"moe_router_bias_update_rate=0.001: the biases of"):
+            MegatronPolicyWorker.validate_config(config, world_size=1)
+
+
+def test_routers_compute_in_the_dtype_that_the_config_names(pools, tmp_path):
+    path, found = build_tiny(tmp_path, "qwen3_moe"), {}
+    for dtype in ("fp32", "fp64"):
+        config = make_config(path, moe_router_dtype=dtype)
+        (found[dtype],) = pools(1).run(
+            worker_ranks.router_dtypes, config=config, batch=make_batch(4)
+        )
+    assert found == {"fp32": {torch.float32}, "fp64": {torch.float64}}
+
+
 def test_layers_that_are_computed_again_take_the_routes_of_their_own_pass():
     choice, scores = TokenChoice(), torch.randn(3, 4)
     given = [torch.tensor([[0, 1]] * 3), None, torch.tensor([[2, 3]] * 3)]

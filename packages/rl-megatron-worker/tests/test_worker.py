@@ -16,6 +16,7 @@ from plain_loop import (
 from tiny_models import build_tiny
 from worker_ranks import (
     embeddings_with_noise,
+    environment_of,
     fail_to_start,
     information,
     place_as_on_cuda,
@@ -335,21 +336,36 @@ def test_a_loss_that_raises_raises_on_every_rank(pools, model, num_ranks, layout
         assert_equal_parameters(result["weights"], expected["after"], 0.0)
 
 
+def test_a_rank_has_the_environment_that_the_config_names(pools, model):
+    config = make_config(model, env_vars={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"})
+    (found,) = pools(1).run(environment_of, config=config, name="PYTORCH_CUDA_ALLOC_CONF")
+    assert found == [None, "expandable_segments:False", None]
+
+
 def test_keys_of_the_references_examples_take_the_same_step(pools, tmp_path):
     path, batch, found = build_tiny(tmp_path, "llama"), make_batch(8), {}
     for is_set in (False, True):
-        config = make_config(path)
+        config = make_config(path, **{TP: 2})
         config["precision"] = "bfloat16"
         section = config["megatron_cfg"]
         section["optimizer"] |= {"bf16": True, "use_distributed_optimizer": True}
         if is_set:
             section["optimizer"] |= {
+                "bf16": False,
                 "params_dtype": "float32",
                 "use_precision_aware_optimizer": True,
             }
-            section["freeze_moe_router"] = True
-            section["distributed_data_parallel_config"] = {"average_in_collective": True}
-        found[is_set], _ = pools(2).run(train_and_look, config=config, batch=batch, loss="nll")
+            section |= {
+                "converter_type": "Qwen2ForCausalLM",
+                "expert_tensor_parallel_size": 1,
+                "freeze_moe_router": True,
+                "moe_router_dtype": "fp64",
+                "moe_router_load_balancing_type": "aux_loss",
+                "moe_router_bias_update_rate": 1e-3,
+                "apply_rope_fusion": True,
+                "distributed_data_parallel_config": {"average_in_collective": True},
+            }
+        found[is_set], *_ = pools(4).run(train_and_look, config=config, batch=batch, loss="nll")
     before, after = found[True]["before"], found[True]["after"]
     assert any(not torch.equal(before[name], after[name]) for name in before)
     for name, weight in found[False]["after"].items():

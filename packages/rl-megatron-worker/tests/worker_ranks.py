@@ -1,6 +1,7 @@
 """What the tests of the whole worker run on each rank; every function returns named results."""
 
 import gc
+import os
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from rl_interfaces.backend.host_memory import OffloadBuffers
 from rl_megatron_worker import MegatronPolicyWorker
 from rl_megatron_worker.model import heads
 from rl_megatron_worker.model.build import unwrapped
+from rl_megatron_worker.model.experts import expert_layers
 from rl_megatron_worker.runtime import place_parameters
 from tiny_models import build_tokenizer
 
@@ -391,3 +393,26 @@ def score_with_routes(*, config, batch):
     """Return the log-probabilities of a batch, and its routes if it has none yet."""
     with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:
         return {"place": place(), "order": None, **worker.get_logprobs(rows_of(batch)[0])}
+
+
+def router_dtypes(*, config, batch):
+    """Return the dtypes of the weights that routers give to experts, in scoring and training."""
+    found = set()
+    with worker_for(config) as worker:
+        for chunk in worker.model:
+            for layer in expert_layers(chunk):
+                layer.router.register_forward_hook(
+                    lambda module, arguments, output: found.add(output[0].dtype)
+                )
+        rows, _ = rows_of(batch)
+        worker.get_logprobs(rows)
+        worker.train(rows, LOSSES["nll"]())
+    return found
+
+
+def environment_of(*, config, name):
+    """Return a variable of this process's environment: before, with and after a worker."""
+    found = [os.environ.get(name)]
+    with worker_for(config):
+        found.append(os.environ.get(name))
+    return [*found, os.environ.get(name)]

@@ -247,6 +247,8 @@ TEMPLATE = ["data.use_chat_template=true", "policy.generation.max_new_tokens=6"]
         ([broken_tokenizer], "policy.model_name="),
         ([unknown_type], "policy.model_name="),
         (["policy.model_name=nobody/nothing"], "policy.model_name='nobody/nothing'"),
+        (["nothing"], "policy.model_name='nothing' is no directory, and no model that loads by"),
+        (["sft"], "MODEL='sft' is a recipe: rl-policy sft runs it"),
         (["--config", deep], "deep.yaml: it is nested too deeply"),
         (["--out", below_a_file], "Not a directory"),
         (["--out", "/proc/below"], "--out /proc/below cannot be created"),

@@ -133,6 +133,7 @@ policy:
     moe_router_bias_update_rate: 0.0
     moe_permute_fusion: false
     apply_rope_fusion: true
+    env_vars: {NCCL_DEBUG: WARN}
     defer_fp32_logits: null
     activation_checkpointing: true
     peft: {enabled: false, dim: 8}
@@ -330,6 +331,7 @@ def test_defaults_of_another_file_and_megatron(write, tmp_path):
     assert not config.policy["dtensor_cfg"]["enabled"]
     assert megatron["pipeline_model_parallel_size"] == 2
     assert megatron["optimizer"]["clip_grad"] == 1.0
+    assert (megatron["moe_router_dtype"], megatron["env_vars"]) == ("fp64", {"NCCL_DEBUG": "WARN"})
     assert config.policy["make_sequence_length_divisible_by"] == 2
     assert config.section(GrpoSection).steps == 300
     # What is switched off is not lost.

@@ -121,7 +121,7 @@ def test_what_merge_lacks_is_named(run, tmp_path):
         ((run, tmp_path / "there"), "there exists, and is not overwritten"),
         (
             (tmp_path, tmp_path / "out"),
-            "is no run, which has config.yaml, and has",
+            "holds no run, as there is no .*/config.yaml, and no adapters, as there is no",
         ),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -160,7 +160,18 @@ def test_a_contradiction_is_named(overrides, message):
 def test_a_model_may_be_named_without_its_key(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("model").mkdir()
-    assert with_model_key(["model", "seed=1"]) == ["policy.model_name=model", "seed=1"]
-    assert with_model_key(["org/name"]) == ["policy.model_name=org/name"]
-    for unchanged in ([], ["grpo.steps"], ["data.path=a/b"]):
-        assert with_model_key(unchanged) == unchanged
+    for name in ("model", "org/name", "gpt2", "gpt2.5"):
+        named = with_model_key([name, "seed=1"], recipe="sft")
+        assert named == [f"policy.model_name={name}", "seed=1"]
+    for unchanged in ([], [""], ["seed"], ["sft.steps"], ["grpo.steps"], ["data.path=a/b"]):
+        assert with_model_key(unchanged, recipe="sft") == unchanged
+    # A directory may have any name.
+    Path("grpo").mkdir()
+    assert with_model_key(["grpo"], recipe="sft") == ["policy.model_name=grpo"]
+
+
+def test_a_recipe_is_not_taken_for_a_model():
+    with pytest.raises(ValueError, match=r"MODEL='dpo' is a recipe: rl-policy dpo runs it"):
+        with_model_key(["dpo"], recipe="grpo")
+    with pytest.raises(ValueError, match="the recipe 'gpro' is not installed"):
+        with_model_key(["gpt2"], recipe="gpro")

@@ -40,7 +40,7 @@ def test_they_are_merged_into_the_model_that_they_name(adapters, tmp_path):
 
 
 def test_a_model_that_is_missing_is_named(adapters, tmp_path):
-    with pytest.raises(ValueError, match=r"the model '\./absent' cannot be loaded"):
+    with pytest.raises(ValueError, match=r"--model='\./absent' is no directory, and no model"):
         merge(adapters, tmp_path / "merged", model="./absent")
     with pytest.raises(ValueError, match="--step 3 is of a run"):
         merge(adapters, tmp_path / "merged", step=3)

@@ -415,7 +415,7 @@ def with_vllm(monkeypatch):
         (["--host", "localhost"], "--host 'localhost' must be an IP address"),
         (["--step", "3"], "--step 3: MODEL is no run's directory"),
         (["--port", "PORT"], "--host 127.0.0.1 --port PORT: Address already in use"),
-        ([], "the model 'MODEL' cannot be read"),
+        ([], "RUN_DIR|MODEL='MODEL' is no directory, and no model that loads by its name"),
     ],
 )
 def test_bad_input_ends_the_command_before_anything_starts(arguments, message, tmp_path):

@@ -116,7 +116,7 @@ class EngineConfig:
             head=resolved["head"],
             layout=layout,
             replicas=resolved["dtensor_cfg"]["data_parallel_replicate_size"],
-            sequence_parallel=resolved["dtensor_cfg"]["sequence_parallel"],
+            sequence_parallel=_shards_sequences(resolved["dtensor_cfg"]),
             custom_parallel_plan=resolved["dtensor_cfg"].get("custom_parallel_plan"),
             compute_dtype=DTYPES[resolved["precision"]],
             planned_by=planned_by(resolved),
@@ -148,8 +148,13 @@ def load_model_config(config: EngineConfig) -> PreTrainedConfig:
     )
 
 
+def _shards_sequences(section: Resolved) -> bool:
+    """Return whether activations are sharded along the sequence, which one rank has as a whole."""
+    return section["sequence_parallel"] and section["tensor_parallel_size"] > 1
+
+
 def _check_head(resolved: Resolved) -> None:
-    if resolved["head"] != "language_model" and resolved["dtensor_cfg"]["sequence_parallel"]:
+    if resolved["head"] != "language_model" and _shards_sequences(resolved["dtensor_cfg"]):
         raise ValueError(
             f"policy.head={resolved['head']!r} contradicts "
             "policy.dtensor_cfg.sequence_parallel=True: its head needs unsharded sequences"
@@ -182,9 +187,13 @@ def _parse_attention(resolved: Resolved) -> str | None:
     # Names of kernels on the hub are not among them: those would be downloaded and run.
     if name not in known:
         raise ValueError(f"{key} is unknown, transformers has {known}")
-    shards = {"sequence_parallel": False, "context_parallel_size": 1, "share_prefixes": False}
-    for other, off in shards.items():
-        if name != "sdpa" and section[other] != off:
+    shards = {
+        "sequence_parallel": _shards_sequences(section),
+        "context_parallel_size": section["context_parallel_size"] > 1,
+        "share_prefixes": section["share_prefixes"],
+    }
+    for other, is_on in shards.items():
+        if name != "sdpa" and is_on:
             raise ValueError(
                 f"{key} contradicts policy.dtensor_cfg.{other}={section[other]}, which needs 'sdpa'"
             )

@@ -24,7 +24,7 @@ from rl_dtensor_worker.forward import (
     Forward,
     Output,
     ValueForward,
-    find_token_head,
+    forward_of_head,
 )
 from rl_dtensor_worker.layout import ParallelContext
 from rl_dtensor_worker.model.build import (
@@ -33,7 +33,6 @@ from rl_dtensor_worker.model.build import (
     check_causal,
     check_modules,
     empty_model,
-    find_value_layer,
 )
 from rl_dtensor_worker.model.dropout import disable_dropout, dropout_restored
 from rl_dtensor_worker.model.lora import (
@@ -62,6 +61,7 @@ from rl_dtensor_worker.parallel.plans import (
     refusing_shards,
 )
 from rl_dtensor_worker.parallel.styles import TensorParallel
+from rl_dtensor_worker.rehearsal import check_packing
 from rl_dtensor_worker.startup import (
     check_causality,
     check_gradients,
@@ -178,6 +178,7 @@ class DTensorEngine:
             has_custom_plan=parsed.custom_parallel_plan is not None,
         )
         check_modules(parsed)
+        check_packing(parsed)
         return parsed.layout
 
     # Forward and backward
@@ -362,7 +363,9 @@ class DTensorEngine:
             torch.no_grad(),
             torch.random.fork_rng(devices=devices),
         ):
-            forward = self._forward_of_head(pad_token_id)
+            forward = forward_of_head(
+                self.model, self.config, parallel=self.parallel, pad_token_id=pad_token_id
+            )
             if computes_values():
                 self._check_model(forward)
             packed = self.config.planned_by == "sequence_packing"
@@ -405,24 +408,6 @@ class DTensorEngine:
         if not isinstance(self.forward, Forward):
             return None
         return Decoding(self.forward, compute_dtype=self.config.compute_dtype)
-
-    def _forward_of_head(self, pad_token_id: int | None) -> Forward | ValueForward:
-        if self.config.head == "language_model":
-            head = find_token_head(self.model, self.parallel.tensor_parallel)
-            return Forward(
-                model=self.model,
-                head=head.fused() if self.config.fused_head else head,
-                temperature=self.config.temperature,
-                width_multiple=self.config.width_multiple,
-                parallel=self.parallel,
-            )
-        return ValueForward(
-            model=self.model,
-            layer=find_value_layer(self.model, pad_token_id=pad_token_id),
-            is_reward=self.config.head == "reward",
-            width_multiple=self.config.width_multiple,
-            parallel=self.parallel,
-        )
 
     def _describe(self) -> EngineInfo:
         head, text_config = self.config.head, self.model.config.get_text_config()

@@ -26,6 +26,7 @@ from transformers import DynamicCache
 
 from rl_dtensor_worker.layout import ParallelContext, media_of, token_columns_of
 from rl_dtensor_worker.mixing import ModelError, model_errors
+from rl_dtensor_worker.model.build import find_value_layer
 from rl_dtensor_worker.parallel import collectives
 from rl_dtensor_worker.parallel.structure import class_name
 from rl_dtensor_worker.parallel.styles import sequence_dim
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from rl_interfaces.backend.steps import MicroBatch
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from rl_dtensor_worker.config import EngineConfig
     from rl_dtensor_worker.layout import RowLayout
     from rl_dtensor_worker.parallel.styles import TensorParallel
 
@@ -486,6 +488,32 @@ class ValueForward:
             return values
         last = micro_batch.rows["input_lengths"][:, None] - 1
         return values.gather(1, last).squeeze(1)
+
+
+def forward_of_head(
+    model: PreTrainedModel,
+    config: EngineConfig,
+    *,
+    parallel: ParallelContext,
+    pad_token_id: int | None,
+) -> Forward | ValueForward:
+    """Return the forward pass of a model with the head that its config asks for. Collective."""
+    if config.head == "language_model":
+        head = find_token_head(model, parallel.tensor_parallel)
+        return Forward(
+            model=model,
+            head=head.fused() if config.fused_head else head,
+            temperature=config.temperature,
+            width_multiple=config.width_multiple,
+            parallel=parallel,
+        )
+    return ValueForward(
+        model=model,
+        layer=find_value_layer(model, pad_token_id=pad_token_id),
+        is_reward=config.head == "reward",
+        width_multiple=config.width_multiple,
+        parallel=parallel,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

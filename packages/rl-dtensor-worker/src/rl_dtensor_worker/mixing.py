@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 
     Forward = Callable[..., Any]
 
-# What a model raises that expects other shapes, masks or caches than it gets.
-_MODEL_ERRORS = (
+MODEL_ERRORS = (
     AssertionError,
     AttributeError,
     IndexError,
@@ -51,6 +50,7 @@ _MODEL_ERRORS = (
     TypeError,
     ValueError,
 )
+"""What a model raises that expects other shapes, masks or caches than it gets."""
 _PROBED_TOKENS = 8
 # Arguments of an attention that are used here, or are the same for all of its kinds.
 _KNOWN_TENSORS = {"attention_mask", "s_aux", "position_ids"}
@@ -73,6 +73,8 @@ _WITHOUT_WINDOWS = frozenset(
 _WINDOWS = ("sliding_window", "attention_chunk_size", "attention_window_size", "window_size")
 # Attributes of modules that say over how many positions something is the same.
 _SPANS = ("floor_scale",)
+# Attributes of modules that say among how many tokens before it a token chooses.
+_CHOICES = ("index_topk",)
 _SHORT_WINDOW = 4
 # Relative to the largest output: what a change of one token's hidden state does to the others'.
 _MIXED = 1e-3
@@ -92,7 +94,7 @@ def model_errors(model: PreTrainedModel) -> Generator[None, None, None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except _MODEL_ERRORS as error:
+    except MODEL_ERRORS as error:
         if str(error).startswith("policy"):
             raise
         abandon_pass(model)
@@ -465,6 +467,23 @@ def short_windows(model: PreTrainedModel) -> Generator[None, None, None]:
     text = model.config.get_text_config()
     named = [(text, name) for name in attention.WINDOWS_OF_KINDS.values()]
     named += [(module, name) for module in model.modules() for name in _SPANS]
+    with _shortened(named):
+        yield
+
+
+@contextmanager
+def few_choices(model: PreTrainedModel) -> Generator[None, None, None]:
+    """Let a token choose among few tokens inside, so that a probe of few tokens shows that it does.
+
+    For sparse attention, which sees all tokens of a shorter sequence.
+    """
+    with _shortened([(module, name) for module in model.modules() for name in _CHOICES]):
+        yield
+
+
+@contextmanager
+def _shortened(named: list[tuple[Any, str]]) -> Generator[None, None, None]:
+    """Bound numbers of objects, given by name, inside; those that lack one stay as they are."""
     found = [(each, name, getattr(each, name, None)) for each, name in named]
     changed = [(each, name, size) for each, name, size in found if isinstance(size, (int, float))]
     for each, name, size in changed:

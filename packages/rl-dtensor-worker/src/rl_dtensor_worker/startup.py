@@ -21,6 +21,7 @@ from rl_dtensor_worker.layout import SHARING
 from rl_dtensor_worker.mixing import (
     ModelError,
     Way,
+    few_choices,
     model_errors,
     run_probe,
     short_windows,
@@ -53,6 +54,8 @@ _GRADIENT_TOLERANCES = {torch.float32: 1e-2, torch.float16: 0.25, torch.bfloat16
 _SMALL_GRADIENT = 1e-2
 # Unequal lengths: a token that reads beyond its row's boundary gets another score.
 _LENGTHS = (11, 7, 2)
+# The keys whose micro-batches are one packed row.
+_PACKED_FEATURES = ("sequence_packing", "dtensor_cfg.context_parallel_size")
 # Of the two longer ones, where sharing is checked.
 _COMMON_START = 5
 
@@ -153,6 +156,18 @@ def keep_apart(
     Raises:
         ValueError: It passes in no way; what it says where the model's own blocks take the layout.
     """
+    with few_choices(model):
+        scope, way = _find_way(model, check, parallel, compute_dtype)
+    _report(model, scope, way)
+
+
+def _find_way(
+    model: PreTrainedModel,
+    check: Callable[[], None],
+    parallel: ParallelContext,
+    compute_dtype: torch.dtype,
+) -> tuple[SequenceScope, Way]:
+    """Return the first way of running a model for which `check` passes, see `keep_apart`."""
     mixing, first, own = parallel.mixing, None, model.config._attn_implementation
     with parallel.unsharded_sequences():
         tolerance = TOLERANCES[compute_dtype]
@@ -166,7 +181,7 @@ def keep_apart(
             except ValueError as error:
                 first = first or error
             else:
-                return _report(model, scope, way)
+                return scope, way
     assert first is not None
     raise first
 
@@ -240,7 +255,7 @@ def check_layout(
     """
     config = model.config
     batch = random_rows(config.get_text_config().vocab_size)
-    packs = parallel.context_group is not None or feature.startswith("sequence_packing")
+    packs = feature.startswith(_PACKED_FEATURES)
     packed = parallel.concatenation().of(batch).to(device) if packs else None
     shared = None
     if feature == SHARING:

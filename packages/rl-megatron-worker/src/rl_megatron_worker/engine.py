@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ from transformers import GenerationConfig
 from rl_megatron_worker.checkpoint import MegatronFormat
 from rl_megatron_worker.config import EngineConfig
 from rl_megatron_worker.convert import converter_for
+from rl_megatron_worker.convert.registry import names_another_class
 from rl_megatron_worker.decoder import ExpertSync, open_decoder
 from rl_megatron_worker.model.build import build_model, layers_with_experts, release_caches
 from rl_megatron_worker.model.config import transformer_config
@@ -54,6 +56,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from rl_megatron_worker.layout import PackedLayout
+    from rl_megatron_worker.model.config import Architecture
+
+logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 
@@ -120,15 +125,18 @@ class MegatronEngine:
         )
         hf_config = _load_model_config(parsed)
         converter = converter_for(hf_config, parsed.converter_type)
+        if names_another_class(hf_config, parsed.converter_type):
+            logger.warning(
+                "policy.megatron_cfg.converter_type=%r is not the class of %s models like "
+                "policy.model_name=%r, whose own converter is used",
+                parsed.converter_type,
+                hf_config.model_type,
+                parsed.model_name,
+            )
         check_device(parsed.layout, on_cuda=may_have_gpus())
         architecture = converter.architecture(hf_config)
         check_sizes(architecture, parsed.layout, recomputed_unit=parsed.model.recomputed_unit)
-        # A router that is not there is frozen: examples for any model say `freeze_moe_router`.
-        if parsed.replays_routes and "num_moe_experts" not in architecture.transformer:
-            raise ValueError(
-                f"policy.megatron_cfg.moe_router_replay=True: {hf_config.model_type} models like "
-                f"policy.model_name={parsed.model_name!r} have no experts"
-            )
+        _check_routers(parsed, architecture, model_type=hf_config.model_type)
         return parsed.layout.for_driver
 
     # Forward and backward passes
@@ -415,6 +423,20 @@ class MegatronEngine:
             # `nn.Module.named_buffers`: data parallelism replaces `buffers` by a list of its own.
             tensors += [buffer for name, buffer in chunk.named_buffers() if name in persistent]
         return tensors
+
+
+def _check_routers(config: EngineConfig, architecture: Architecture, *, model_type: str) -> None:
+    """Raise if the routers of a model's experts cannot do what the config asks of them."""
+    fields = architecture.transformer
+    of_model = f"{model_type} models like policy.model_name={config.model_name!r}"
+    # A router that is not there is frozen: examples for any model say `freeze_moe_router`.
+    if config.replays_routes and "num_moe_experts" not in fields:
+        raise ValueError(f"policy.megatron_cfg.moe_router_replay=True: {of_model} have no experts")
+    if config.bias_update_rate and fields.get("moe_router_enable_expert_bias"):
+        raise ValueError(
+            f"policy.megatron_cfg.moe_router_bias_update_rate={config.bias_update_rate}: the "
+            f"biases of the routers of {of_model} stay those of the checkpoint: set it to 0"
+        )
 
 
 def _load_model_config(config: EngineConfig) -> PreTrainedConfig:

@@ -126,7 +126,7 @@ def _command(
     show_config: bool,
 ) -> None:
     with bad_input_in_one_line():
-        overrides = with_model_key(overrides)
+        overrides = with_model_key(overrides, recipe=recipe)
         directory, resolved = _resolve(recipe, overrides, config=config, out=out, resume=resume)
         if show_config:
             _show(resolved)

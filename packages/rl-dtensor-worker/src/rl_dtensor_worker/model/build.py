@@ -88,15 +88,21 @@ _BY_HEAD: dict[str, Any] = {
 }
 
 
-def empty_model(config: EngineConfig) -> PreTrainedModel:
+def empty_model(
+    config: EngineConfig, model_config: PreTrainedConfig | None = None
+) -> PreTrainedModel:
     """Return the unsharded model on the meta device.
 
     Trained parameters are in float32, frozen ones in the compute dtype.
 
+    Args:
+        config: The worker's config.
+        model_config: The model's transformers config, which is changed; None: that of its files.
+
     Raises:
         ValueError: The model cannot be read, or the parallel sizes do not fit it.
     """
-    model_config = load_model_config(config)
+    model_config = load_model_config(config) if model_config is None else model_config
     check_causal(model_config, config)
     check_attention(model_config, config)
     take_quantization(model_config, config.model_name)

@@ -40,12 +40,11 @@ def plan_layout(config: Resolved, *, world_size: int) -> ParallelLayout:
             f"{_PATH}.tensor_parallel_size={tensor} times {_PATH}.context_parallel_size={context} "
             f"does not divide world_size={world_size}"
         )
-    for key in ("sequence_parallel", "custom_parallel_plan"):
-        if section.get(key) and tensor == 1:
-            raise ValueError(
-                f"{_PATH}.{key}={section[key]!r} needs {_PATH}.tensor_parallel_size > 1, "
-                f"got {tensor}"
-            )
+    if section.get("custom_parallel_plan") and tensor == 1:
+        raise ValueError(
+            f"{_PATH}.custom_parallel_plan={section['custom_parallel_plan']!r} needs "
+            f"{_PATH}.tensor_parallel_size > 1, got {tensor}"
+        )
     layout = ParallelLayout(
         data_parallel=world_size // (tensor * context),
         context_parallel=context,

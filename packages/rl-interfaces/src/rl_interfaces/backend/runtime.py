@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable
+    from collections.abc import Callable, Generator, Iterable, Mapping
 
     from rl_interfaces.worker import GpuInfo
 
@@ -60,6 +60,21 @@ class RankEnvironment:
             local_rank=local_rank,
             device=device,
         )
+
+
+@contextmanager
+def variables_set(variables: Mapping[str, str]) -> Generator[None, None, None]:
+    """Have environment variables within the context, and those before it afterwards."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def init_process_group(environment: RankEnvironment, *, timeout_s: float) -> bool:

@@ -33,6 +33,7 @@ from rl_interfaces.backend.runtime import (
     failing_together,
     init_process_group,
     leave_process_group,
+    variables_set,
 )
 from rl_interfaces.backend.steps import (
     LossCounts,
@@ -97,6 +98,8 @@ class WorkerSettings:
     timeout_s: float
     profile_dir: str
     seed: int
+    env_vars: Mapping[str, str]
+    """Of the process, from the section of the backend."""
 
     @classmethod
     def from_resolved(cls, resolved: ResolvedConfig) -> WorkerSettings:
@@ -117,6 +120,7 @@ class WorkerSettings:
             timeout_s=resolved["timeout_s"],
             profile_dir=resolved["profile_dir"],
             seed=resolved["seed"],
+            env_vars=_variables_of_backend(resolved),
         )
 
     def rows_per_rank(self, gbs: int | None, *, num_ranks: int) -> int:
@@ -137,6 +141,13 @@ class WorkerSettings:
                 f"{key}={size} is not divisible by the {num_ranks} data-parallel ranks"
             )
         return size // num_ranks
+
+
+def _variables_of_backend(resolved: ResolvedConfig) -> Mapping[str, str]:
+    """Return `env_vars` of the section that is enabled; that of a third party may have none."""
+    sections = [resolved[name] for name in ("dtensor_cfg", "megatron_cfg")]
+    enabled = [section for section in sections if section["enabled"]]
+    return enabled[0].get("env_vars", {}) if enabled else {}
 
 
 class EngineWorker:
@@ -175,11 +186,13 @@ class EngineWorker:
     ) -> None:
         resolved = resolve_policy_config(cast("Mapping[str, object]", config))
         self._settings = WorkerSettings.from_resolved(resolved)
-        self._environment = RankEnvironment.from_environment()
         self._tokenizer = tokenizer
         self._pad_token_id = special_token_id(tokenizer.pad_token_id)
         timeout_s = self._settings.timeout_s
         with ExitStack() as leaving:
+            # Before anything asks for the device, whose libraries read them once.
+            leaving.enter_context(variables_set(self._settings.env_vars))
+            self._environment = RankEnvironment.from_environment()
             if init_process_group(self._environment, timeout_s=timeout_s):
                 leaving.callback(leave_process_group)
             self._engine: Engine = self.engine_class(

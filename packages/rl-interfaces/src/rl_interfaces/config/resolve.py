@@ -88,6 +88,8 @@ POLICY_DEFAULTS: ResolvedConfig = {
         "moe_router_replay": False,
         # All of the model is trained.
         "freeze_moe_router": False,
+        # Less memory traffic, to the same values.
+        "apply_rope_fusion": True,
     },
     # Micro-batches of a fixed number of rows, unless a token budget is given.
     "dynamic_batching": {"enabled": False, "sequence_length_round": 64},
@@ -152,6 +154,19 @@ _TWINS = (
     ("fsdp_offload_enabled", "dtensor_cfg", "cpu_offload"),
     ("activation_checkpointing_enabled", "dtensor_cfg", "activation_checkpointing"),
     ("activation_checkpointing_enabled", "megatron_cfg", "activation_checkpointing"),
+)
+# What torchrun sets, or Ray's workers, and what torch reads when it is imported.
+_TOO_LATE = frozenset(
+    {
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "CUDA_VISIBLE_DEVICES",
+        "OMP_NUM_THREADS",
+    }
 )
 # Passed through to libraries for which None may differ from a missing key.
 _FREE_FORM = ("kwargs", "vllm_cfg")
@@ -327,6 +342,20 @@ def _check_values(config: ResolvedConfig, *, path: str) -> None:
         )
     for name in ("dynamic_batching", "sequence_packing"):
         _check_budgets(config[name], path=f"{path}.{name}")
+    for name in ("dtensor_cfg", "megatron_cfg"):
+        if config[name]["enabled"]:
+            _check_variables(config[name].get("env_vars", {}), path=f"{path}.{name}.env_vars")
+
+
+def _check_variables(variables: Mapping[str, str], *, path: str) -> None:
+    for name, value in variables.items():
+        if name in _TOO_LATE:
+            raise ValueError(
+                f"{path}.{name}={value!r}: a rank's process has read it when the config arrives; "
+                "set it in the environment of the run"
+            )
+        if not name or "=" in name or "\0" in name + value:
+            raise ValueError(f"{path}.{name}={value!r} cannot be an environment variable")
 
 
 def _check_budgets(section: ResolvedConfig, *, path: str) -> None:

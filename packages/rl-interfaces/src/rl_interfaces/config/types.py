@@ -62,7 +62,7 @@ class DTensorConfig(TypedDict):
     cpu_offload: bool
     """Offload parameters, gradients and optimizer state to the CPU between uses (FSDP2)."""
     sequence_parallel: bool
-    """Shard activations along the sequence between tensor-parallel regions."""
+    """Shard activations along the sequence between tensor-parallel regions; nothing on one rank."""
     activation_checkpointing: bool
     """Recompute each layer's activations in the backward pass."""
     tensor_parallel_size: Count
@@ -90,6 +90,9 @@ class DTensorConfig(TypedDict):
     sharded over all of them."""
     lora: NotRequired[LoraConfig]
     """Train low-rank adapters."""
+    env_vars: NotRequired[dict[str, str]]
+    """Environment variables of each rank's process, set before it uses its device, such as
+    `PYTORCH_CUDA_ALLOC_CONF`; not those of the launcher, nor `OMP_NUM_THREADS`."""
 
 
 class SequencePackingConfig(TypedDict):
@@ -133,9 +136,10 @@ class MegatronOptimizerConfig(TypedDict):
     weight_decay: NotNegative
     """Weight decay, not applied to one-dimensional parameters."""
     bf16: bool
-    """Train in bfloat16."""
+    """`policy.precision` is `bfloat16`. True beside another precision is refused; False says
+    nothing, as in NeMo RL, where the model takes its dtype from `policy.precision` alone."""
     fp16: bool
-    """Train in float16."""
+    """The same of `float16`."""
     params_dtype: str
     """Dtype of the parameters: `policy.precision`, or `float32`, which the optimizer's copy has."""
     adam_beta1: Fraction
@@ -202,8 +206,8 @@ class MegatronConfig(TypedDict):
     activation_checkpointing: bool
     """Recompute each layer's activations in the backward pass."""
     converter_type: str
-    """Name in the converter registry, or of a class in transformers, as `Qwen2ForCausalLM`; `auto`:
-    by the model's architecture."""
+    """Name in the converter registry; `auto`: by the model's architecture. Or that of a class in
+    transformers, as `Qwen2ForCausalLM`, for a model that has no converter of its own."""
     tensor_model_parallel_size: Count
     """Ranks over which each layer's matrices are sharded."""
     pipeline_model_parallel_size: Count
@@ -217,7 +221,7 @@ class MegatronConfig(TypedDict):
     pipeline_dtype: str
     """Dtype of the activations that stages exchange."""
     sequence_parallel: bool
-    """Shard activations along the sequence between tensor-parallel regions."""
+    """Shard activations along the sequence between tensor-parallel regions; nothing on one rank."""
     virtual_pipeline_model_parallel_size: NotRequired[Count | None]
     """Virtual stages per rank (interleaved 1F1B schedule)."""
     expert_model_parallel_size: NotRequired[Count]
@@ -234,6 +238,12 @@ class MegatronConfig(TypedDict):
     """Load balancing of experts: `none` or `aux_loss`."""
     moe_aux_loss_coeff: NotRequired[NotNegative]
     """Coefficient of `aux_loss`."""
+    moe_router_dtype: NotRequired[str]
+    """Dtype in which routers of experts compute: `fp32` or `fp64`. Not set: Megatron-core's choice
+    for the model."""
+    moe_router_bias_update_rate: NotRequired[NotNegative]
+    """Change per step of the biases that balance experts. They stay those of the model, so that one
+    that has them takes 0 only; others have none to change."""
     moe_token_dispatcher_type: NotRequired[str]
     """Token dispatch to experts: `alltoall` or `allgather`."""
     freeze_moe_router: NotRequired[bool]
@@ -241,6 +251,11 @@ class MegatronConfig(TypedDict):
     moe_router_replay: NotRequired[bool]
     """Route each token in `train` to the experts that it took in `get_logprobs`, which returns them
     as `routed_experts`, or in the sampler."""
+    apply_rope_fusion: NotRequired[bool]
+    """Rotate queries and keys by Transformer Engine's fused kernel, where its layers are used."""
+    env_vars: NotRequired[dict[str, str]]
+    """Environment variables of each rank's process, set before it uses its device, such as
+    `PYTORCH_CUDA_ALLOC_CONF`; not those of the launcher, nor `OMP_NUM_THREADS`."""
     optimizer: NotRequired[MegatronOptimizerConfig]
     """The optimizer."""
     scheduler: NotRequired[MegatronSchedulerConfig]

@@ -53,12 +53,15 @@ def converter_for(hf_config: PreTrainedConfig, converter_type: str = "auto") -> 
 
     Args:
         hf_config: The model's config.
-        converter_type: `policy.megatron_cfg.converter_type`: the name of a converter, or of the
-            class in transformers, as "Qwen2ForCausalLM"; "auto" is the config's `model_type`.
+        converter_type: `policy.megatron_cfg.converter_type`: the name of a converter, or of a
+            class in transformers, as "Qwen2ForCausalLM", which is for models that have no converter
+            of their own; "auto" is the config's `model_type`.
 
     Raises:
         ValueError: There is no such converter.
     """
+    if names_another_class(hf_config, converter_type):
+        converter_type = "auto"
     is_auto = converter_type == "auto"
     name = hf_config.model_type if is_auto else converter_type
     for candidate in [name, *_model_types(name, hf_config.model_type)]:
@@ -74,6 +77,16 @@ def converter_for(hf_config: PreTrainedConfig, converter_type: str = "auto") -> 
         f"{', '.join(known_converters())}); register another one as an entry point of "
         f"{ENTRY_POINT_GROUP!r}"
     )
+
+
+def names_another_class(hf_config: PreTrainedConfig, converter_type: str) -> bool:
+    """Return whether a class of other models is named, and the model has a converter of its own.
+
+    NeMo RL's files name the class of the file that they started from, which has no effect there.
+    """
+    own = hf_config.model_type
+    types = _model_types(converter_type, own)
+    return bool(types) and own not in types and _find(own) is not None
 
 
 def _model_types(class_name: str, own: str) -> list[str]:

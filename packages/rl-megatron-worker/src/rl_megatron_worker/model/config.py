@@ -115,6 +115,8 @@ class ModelOptions:
     """Whether the routers of experts are not trained."""
     moe_options: Fields = field(default_factory=dict)
     """Further MoE fields of `TransformerConfig`."""
+    fuses_rope: bool = True
+    """Whether Transformer Engine's layers rotate queries and keys in a fused kernel."""
 
     @property
     def recomputed_unit(self) -> int | None:
@@ -167,7 +169,7 @@ def transformer_config(
         "masked_softmax_fusion": False,
         "bias_activation_fusion": runtime.on_cuda and is_swiglu,
         "bias_dropout_fusion": runtime.on_cuda,
-        "apply_rope_fusion": engine,
+        "apply_rope_fusion": engine and options.fuses_rope,
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": engine,
         "moe_permute_fusion": False,

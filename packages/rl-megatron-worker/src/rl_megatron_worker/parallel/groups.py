@@ -99,10 +99,6 @@ def plan_layout(section: Section, *, world_size: int) -> MegatronLayout:
             f"expert_tensor_parallel_size={expert_tensor} times "
             f"pipeline_model_parallel_size={pipeline} does not divide world_size={world_size}"
         )
-    if section["sequence_parallel"] and tensor == 1:
-        raise ValueError(
-            f"{_PATH}.sequence_parallel=True needs {_PATH}.tensor_model_parallel_size > 1, got 1"
-        )
     _check_stages(section)
     _check_dispatcher(section)
     stages_per_rank = section.get("virtual_pipeline_model_parallel_size")
@@ -116,7 +112,8 @@ def plan_layout(section: Section, *, world_size: int) -> MegatronLayout:
         virtual_stages=None if stages_per_rank == 1 else stages_per_rank,
         first_stage_layers=section.get("num_layers_in_first_pipeline_stage"),
         last_stage_layers=section.get("num_layers_in_last_pipeline_stage"),
-        sequence_parallel=section["sequence_parallel"],
+        # Over one rank nothing is sharded, and Megatron-core takes it for a mistake.
+        sequence_parallel=section["sequence_parallel"] and tensor > 1,
     )
 
 
@@ -256,12 +253,6 @@ def _check_experts(num_experts: int | None, layout: MegatronLayout) -> None:
         raise ValueError(
             f"{_PATH}.expert_model_parallel_size={layout.expert} needs an MoE model, "
             "which this one is not"
-        )
-    if not num_experts and layout.expert_tensor != tensor:
-        raise ValueError(
-            f"{_PATH}.expert_tensor_parallel_size={layout.expert_tensor} differs from "
-            f"tensor_model_parallel_size={tensor}: that needs an MoE model, which "
-            "this one is not"
         )
     if num_experts and layout.expert == 1 and layout.expert_tensor != tensor:
         # Megatron-core would reduce such experts' gradients over the wrong ranks: the data-parallel

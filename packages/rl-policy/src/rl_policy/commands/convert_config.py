@@ -308,7 +308,6 @@ _SECTIONS: Mapping[str, str] = {
     "checkpointing.": "",
     "policy.megatron_cfg.peft.": "Megatron trains no adapters",
     "policy.megatron_cfg.fp8_cfg.": "training is not in float8",
-    "policy.megatron_cfg.env_vars": "",
     "policy.dtensor_cfg.lora_cfg.": "",
 }
 

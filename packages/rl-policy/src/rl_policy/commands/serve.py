@@ -238,6 +238,7 @@ def _served_model(options: ServeOptions) -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def _open_engines(config: ServeConfig, model: str, version: int) -> Iterator[VllmGeneration]:
+    from rl_interfaces.backend.checkpoint.hf_files import cannot_be_loaded
     from transformers import AutoTokenizer
 
     from rl_policy.generation.vllm import VllmGeneration
@@ -248,7 +249,8 @@ def _open_engines(config: ServeConfig, model: str, version: int) -> Iterator[Vll
             model, trust_remote_code=section["vllm_cfg"]["trust_remote_code"]
         )
     except (OSError, ValueError) as error:
-        raise ValueError(f"the model {model!r} cannot be read: {error}") from None
+        message = cannot_be_loaded("RUN_DIR|MODEL", model, error, part="a tokenizer")
+        raise ValueError(message) from None
     policy = resolve_policy_config(config.policy | {"model_name": model})
     cluster = RayVirtualCluster(**config.cluster.arguments())
     try:

@@ -15,6 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from rl_policy.backends import BackendNotInstalledError
+from rl_policy.recipes import installed_recipes
 
 FAILED, BAD_INPUT = 1, 2
 """The exit status of a command that fails, and of one with bad input."""
@@ -350,7 +351,7 @@ def plan(
 
     with bad_input_in_one_line():
         planned = plan_memory(
-            with_model_key(settings or []),
+            with_model_key(settings or [], recipe=recipe),
             gpus=gpus,
             memory=memory,
             recipe=recipe,
@@ -406,14 +407,35 @@ def _write(run_dirs: list[Path], out: Path) -> None:
     typer.echo(str(out))
 
 
-def with_model_key(arguments: list[str]) -> list[str]:
+def with_model_key(arguments: list[str], *, recipe: str) -> list[str]:
     """Return arguments with the key of a model that is named first, without one.
 
     Example:
-        with_model_key(["runs/first/final", "seed=1"])
+        with_model_key(["runs/first/final", "seed=1"], recipe="grpo")
         -> ["policy.model_name=runs/first/final", "seed=1"]
+
+    Raises:
+        ValueError: The first is the name of a recipe, or there is no `recipe`.
     """
     first = arguments[0] if arguments else ""
-    if "=" not in first and ("/" in first or os.path.isdir(first)):
-        return [f"policy.model_name={first}", *arguments[1:]]
-    return arguments
+    if not first or "=" in first:
+        return arguments
+    is_place = "/" in first or os.path.isdir(first)
+    if not is_place and first in installed_recipes():
+        raise ValueError(
+            f"MODEL={first!r} is a recipe: rl-policy {first} runs it, and rl-policy plan --recipe "
+            f"{first} plans it; policy.model_name={first} is a model of that name"
+        )
+    if not is_place and _is_key(first, recipe=recipe):
+        return arguments
+    return [f"policy.model_name={first}", *arguments[1:]]
+
+
+def _is_key(word: str, *, recipe: str) -> bool:
+    """Return whether a word without a value starts as the keys of a run do."""
+    from rl_policy.config import RunConfig
+    from rl_policy.recipes import find_recipe
+
+    section = word.partition(".")[0]
+    known = {*RunConfig.model_fields, *find_recipe(recipe).sections, *installed_recipes()}
+    return section in known

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from rich.console import Console
+from rl_interfaces.backend.checkpoint.hf_files import cannot_be_loaded
 
 from rl_policy.config import parse_run_config, read_yaml
 from rl_policy.run.directory import (
@@ -100,7 +101,11 @@ def merge(path: Path, out: Path, *, step: int | None = None, model: str | None =
         raise ValueError(f"--model {model} is for adapters, and {path} has no {_ADAPTERS}")
     directory = RunDirectory(path)
     if not directory.config.is_file():
-        raise ValueError(f"{path} is no run, which has config.yaml, and has no {_ADAPTERS}")
+        raise ValueError(
+            f"DIR={path} holds no run, as there is no {directory.config}, and no adapters, as "
+            f"there is no {path / _ADAPTERS}: give a directory that --out has named, one of runs/, "
+            "or one of adapters"
+        )
     _require_checkpoint(directory, step=step)
     content = read_yaml(directory.config)
     # Of no use to a model; what Python gave is not even there.
@@ -124,6 +129,7 @@ def _merge_adapters(path: Path, out: Path, *, model: str | None) -> str:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     content = json.loads((path / _ADAPTERS).read_text(encoding="utf-8"))
+    key = "--model" if model else f"{path / _ADAPTERS}: base_model_name_or_path"
     name = model or content.get("base_model_name_or_path")
     if not name:
         raise ValueError(f"{path / _ADAPTERS} names no model: give --model")
@@ -131,7 +137,7 @@ def _merge_adapters(path: Path, out: Path, *, model: str | None) -> str:
         base = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise ValueError(f"the model {name!r} cannot be loaded: {error}") from error
+        raise ValueError(cannot_be_loaded(key, name, error)) from error
     merged = PeftModel.from_pretrained(base, str(path)).merge_and_unload()  # pyright: ignore[reportCallIssue]
 
     def write(partial: Path) -> None:

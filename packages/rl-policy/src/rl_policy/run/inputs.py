@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from rl_interfaces import AdapterSendingWorker
+from rl_interfaces.backend.checkpoint.hf_files import cannot_be_loaded
 from rl_interfaces.backend.generation import SamplingConfig
 from rl_interfaces.backend.torch_optim import check_schedule_length, parse_scheduler
 from rl_interfaces.config.schema import check_typed_dict
@@ -397,9 +398,7 @@ def read_tokenizer(name: str, *, key: str, trust_remote_code: bool) -> PreTraine
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raises no class of its own for a file that is broken
-        raise ValueError(
-            f"{key}={name!r} has a tokenizer that cannot be loaded: {error}"
-        ) from error
+        raise ValueError(cannot_be_loaded(key, name, error, part="a tokenizer")) from error
 
 
 def check_vocabulary(policy: Settings, encoder: ProblemEncoder, *, key: str) -> int:

@@ -165,6 +165,7 @@ def serve(config: ServerConfig, options: ServerOptions, *, tell: Callable[[str],
         ValueError: The server cannot be started with this configuration.
         WorkerGroupError: A process of the policy has died, or all had to be ended.
     """
+    from rl_interfaces.backend.checkpoint.hf_files import cannot_be_loaded
     from transformers import AutoTokenizer
 
     from rl_policy.tinker.engine import TinkerEngine
@@ -175,7 +176,8 @@ def serve(config: ServerConfig, options: ServerOptions, *, tell: Callable[[str],
         # transformers gives its factories no types.
         tokenizer: Any = AutoTokenizer.from_pretrained(options.model)  # pyright: ignore[reportUnknownMemberType]
     except OSError as error:
-        raise ValueError(f"the tokenizer of {options.model!r} cannot be read: {error}") from None
+        message = cannot_be_loaded("MODEL", options.model, error, part="a tokenizer")
+        raise ValueError(message) from None
     with ExitStack() as leaving:
         store = CheckpointStore(options.state_dir)
         leaving.callback(store.close)
@@ -228,6 +230,7 @@ def model_limits(policy: Mapping[str, Any]) -> ModelLimits:
     Raises:
         ValueError: The model has no maximum length, and none is set.
     """
+    from rl_interfaces.backend.checkpoint.hf_files import cannot_be_loaded
     from transformers import AutoConfig
 
     from rl_policy.run.inputs import is_missing_directory
@@ -239,7 +242,7 @@ def model_limits(policy: Mapping[str, Any]) -> ModelLimits:
     try:
         found: Any = AutoConfig.from_pretrained(name)  # pyright: ignore[reportUnknownMemberType]
     except OSError as error:
-        raise ValueError(f"the model {name!r} cannot be read: {error}") from None
+        raise ValueError(cannot_be_loaded("MODEL", name, error)) from None
     text: Any = found.get_text_config()
     lengths = [
         policy.get("max_total_sequence_length"),

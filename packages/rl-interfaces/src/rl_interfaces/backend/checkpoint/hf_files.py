@@ -41,7 +41,24 @@ def load_model_config(
         )
     # transformers raises many classes for a file with a wrong type, an unknown key, or no JSON.
     except Exception as error:
-        raise ValueError(f"policy.model_name={model_name!r} cannot be loaded: {error}") from error
+        raise ValueError(cannot_be_loaded("policy.model_name", model_name, error)) from error
+
+
+def cannot_be_loaded(key: str, name: str, error: Exception, *, part: str = "") -> str:
+    """Return the message of a model that transformers fails to load.
+
+    Args:
+        key: What names it, on the command line or in the configuration.
+        name: Directory or name.
+        error: Of transformers.
+        part: What of it fails to load, as "a tokenizer"; empty: the model.
+    """
+    if not Path(name).is_dir():
+        return (
+            f"{key}={name!r} is no directory, and no model that loads by its name: give a "
+            f"directory, or a name of the hub or its cache. {error}"
+        )
+    return f"{key}={name!r} {f'has {part} that ' if part else ''}cannot be loaded: {error}"
 
 
 def write_config(config: PreTrainedConfig, directory: Path) -> None:

@@ -29,6 +29,13 @@ class VllmSection:
     # An engine per device.
     tensor_parallel_size: int = 1
     """Devices per engine, all on one node."""
+    # The only size there is.
+    pipeline_parallel_size: int = 1
+    """1, as NeMo RL's files say: an engine is tensor parallel alone."""
+    # Either way rows are submitted while others are sampled.
+    async_engine: bool = False
+    """NeMo RL's choice of vLLM's asynchronous engine. Here every engine takes rows while it samples
+    others, and a row has the same samples with either value."""
     # The policy's own default, so that sampler and trainer round alike.
     precision: str = "bfloat16"
     """`float32`, `bfloat16`, `float16`, or `auto` for the dtype in the model's config."""
@@ -305,11 +312,20 @@ def engine_arguments(
     return arguments | config.engine_kwargs
 
 
-def _check_section(section: VllmSection, *, path: str) -> None:
+def _check_counts(section: VllmSection, *, path: str) -> None:
     for key in _POSITIVE_COUNTS:
         count = getattr(section, key)
         if count is not None and count < 1:
             raise ValueError(f"{path}.{key}={count} must be at least 1")
+    if section.pipeline_parallel_size != 1:
+        raise ValueError(
+            f"{path}.pipeline_parallel_size={section.pipeline_parallel_size} must be 1: an engine "
+            f"is tensor parallel alone, see {path}.tensor_parallel_size"
+        )
+
+
+def _check_section(section: VllmSection, *, path: str) -> None:
+    _check_counts(section, path=path)
     if not 0 < section.gpu_memory_utilization <= 1:
         value = section.gpu_memory_utilization
         raise ValueError(f"{path}.gpu_memory_utilization={value} must lie in (0, 1]")
