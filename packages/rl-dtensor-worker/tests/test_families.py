@@ -118,8 +118,12 @@ def test_recurrent_models_continue_each_ragged_prompt_as_alone(pools, tmp_path, 
     path, batch = build_family(tmp_path, model_type, **RECURRENT[model_type]), make_batch(4)
     config = make_config(path, generation={"max_new_tokens": 4, "temperature": 1.0})
     (result,) = pools(1).run(scoring_ranks.generate, config=config, batch=batch)
-    output, model = result.outputs[-1], load(path)
-    for row, length in enumerate(batch["input_lengths"].tolist()):
+    assert_continued(result.outputs[-1], batch, load(path))
+
+
+def assert_continued(output, prompts, model):
+    """Hold the log-probabilities of completions against the model's own whole forward of each."""
+    for row, length in enumerate(prompts["input_lengths"].tolist()):
         total = int(output["unpadded_sequence_lengths"][row])
         tokens = output["output_ids"][row : row + 1, :total]
         with torch.no_grad():
@@ -357,7 +361,7 @@ DYNAMIC_AT_16 = {"rope_type": "default", "rope_theta": 10000.0 * 3.0 ** (8 / 6)}
         ("llama", DYNAMIC, 16, DYNAMIC_AT_16),
     ],
 )
-@pytest.mark.parametrize("batching", ["padded", "packed", "context"])
+@pytest.mark.parametrize("batching", ["padded", "packed", "context", "generate"])
 def test_frequencies_that_depend_on_the_length_are_those_of_the_longest(
     pools, tmp_path, model_type, rope, longest, same, batching
 ):
@@ -369,7 +373,9 @@ def test_frequencies_that_depend_on_the_length_are_those_of_the_longest(
         build_family(tmp_path / name, model_type, rope_parameters=parameters, **options)
         for name, parameters in (("model", rope), ("plain", same))
     )
-    batch = make_batch(6, width=8 if longest == 8 else 12)
+    # Two tokens are added to those that are continued.
+    width = 8 if longest == 8 else 12
+    batch = make_batch(6, width=width - 2 if batching == "generate" else width)
     expected = plain_logprobs(load(plain), batch)
     if longest != 8:
         assert (plain_logprobs(load(path), batch) - expected).abs().max() > 0.01
@@ -379,8 +385,12 @@ def test_frequencies_that_depend_on_the_length_are_those_of_the_longest(
         **layout(context_parallel_size=size),
         generation={"max_new_tokens": 2, "temperature": 1.0},
         **({} if longest is None else {"max_total_sequence_length": longest}),
-        **({} if batching == "padded" else PACKING),
+        **(PACKING if batching in ("packed", "context") else {}),
     )
+    if batching == "generate":
+        (result,) = pools(1).run(scoring_ranks.generate, config=config, batch=batch)
+        assert_continued(result.outputs[-1], batch, load(plain))
+        return
     section = None if batching == "padded" else "sequence_packing"
     for found in pools(size).run(
         scoring_ranks.score_in_layout, config=config, batch=batch, section=section

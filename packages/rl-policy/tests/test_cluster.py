@@ -217,6 +217,14 @@ def test_ctrl_c_leaves_nothing_running(stranger_path, tmp_path, wait_until_gone)
     wait_until_gone(processes)
 
 
+def test_a_cluster_that_outlives_its_module_ends_without_a_word(monkeypatch):
+    cluster = RayVirtualCluster([1], use_gpus=False)
+    # As at the exit of the interpreter, which clears modules before what refers to itself.
+    monkeypatch.setattr("rl_policy.ray.cluster.sys", None)
+    cluster.__del__()
+    assert cluster._is_shut_down
+
+
 def test_importing_the_package_loads_nothing_heavy():
     check = (
         "import rl_policy, sys; print({'ray', 'torch', 'transformers', 'numpy'} & {*sys.modules})"

@@ -41,6 +41,7 @@ from rl_dtensor_worker.model.lora import (
     save_adapter_config,
 )
 from rl_dtensor_worker.model.quantized import take_quantization
+from rl_dtensor_worker.model.rotary import longest_sequence
 from rl_dtensor_worker.optim import (
     DTensorOptimizer,
     LossScaler,
@@ -424,7 +425,7 @@ class DTensorEngine:
             data_group=self.meshes.data["dp"].get_group(),
             vocab_size=text_config.vocab_size,
             wire_dtype=self.config.compute_dtype,
-            max_sequence_length=getattr(text_config, "max_position_embeddings", None),
+            max_sequence_length=longest_sequence(self.model),
             packing=self.parallel.concatenation(),
             lacks=lacks,
         )

@@ -710,9 +710,12 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             ended_in_order = self.worker_group.shutdown()
         return ended_in_order
 
+    # Kept here, as the interpreter clears the names of modules before the last objects.
+    _is_finalizing = staticmethod(sys.is_finalizing)
+
     def __del__(self) -> None:
         """Shut down, unless the interpreter exits, which ends the processes by itself."""
-        if not sys.is_finalizing():
+        if not self._is_finalizing():
             self.shutdown()
 
     @property

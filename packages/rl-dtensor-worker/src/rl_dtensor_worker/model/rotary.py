@@ -44,6 +44,19 @@ def fix_rotary_length(model: PreTrainedModel, max_total_sequence_length: int | N
         )
 
 
+def longest_sequence(model: PreTrainedModel) -> int | None:
+    """Return how many positions a model has; None for any number.
+
+    Frequencies of the type `dynamic` are made for `factor` times those of its training.
+    """
+    text = model.config.get_text_config()
+    length: int | None = getattr(text, "max_position_embeddings", None)
+    rope: Any = getattr(text, "rope_parameters", None) or {}
+    if length is None or rope.get("rope_type") != "dynamic":
+        return length
+    return int(length * rope["factor"])
+
+
 def _fix(module: nn.Module, length: int) -> list[str]:
     """Fix the frequencies of one module; return the types that it had."""
     # A type, or one for each type of layer.

@@ -377,9 +377,12 @@ class RayVirtualCluster:
             _remove(groups)
         SESSION.leave(id(self))
 
+    # Kept here, as the interpreter clears the names of modules before the last objects.
+    _is_finalizing = staticmethod(sys.is_finalizing)
+
     def __del__(self) -> None:
         """Shut down, unless the interpreter exits, which ends Ray by itself."""
-        if not sys.is_finalizing():
+        if not self._is_finalizing():
             self.shutdown()
 
     def _reserve(self) -> list[PlacementGroup]:

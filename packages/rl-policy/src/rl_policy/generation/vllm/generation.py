@@ -516,9 +516,12 @@ class VllmGeneration(GenerationInterface):
         """
         return self._group is None or self._group.shutdown()
 
+    # Kept here, as the interpreter clears the names of modules before the last objects.
+    _is_finalizing = staticmethod(sys.is_finalizing)
+
     def __del__(self) -> None:
         """Shut down, unless the interpreter exits, which ends the processes by itself."""
-        if not sys.is_finalizing():
+        if not self._is_finalizing():
             self.shutdown()
 
     def _seeded(self, data: BatchedDataDict[GenerationDatumSpec]) -> BatchedDataDict[Any]:
