@@ -48,6 +48,10 @@ def test_sizes_with_a_unit(text, size):
         (["--gpus", "8", "--memory", "80parsecs"], "for example --memory=80GB"),
         (["--gpus", "8", "--memory", "0GB"], "--memory='0GB' must be positive"),
         (["--gpus", "8", "--memory", "8GB", "--reserve", "1"], "--reserve='1'"),
+        (
+            ["--gpus", "8", "--memory", "8GB", "--reserve", "8GB"],
+            "--reserve=8GB leaves nothing of --memory=8GB",
+        ),
         (["--gpus", "0", "--memory", "80GB"], "--gpus=0 must be at least 1"),
         (["--gpus", "12", "--memory", "80GB"], "--gpus=12 is not a multiple of --gpus-per-node=8"),
     ],

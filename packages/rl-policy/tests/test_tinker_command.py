@@ -169,6 +169,7 @@ def test_bad_input_ends_the_command_before_anything_starts(model, tmp_path, monk
             ),
             ([model, "--host", "localhost"], "--host 'localhost' must be an IP address"),
             ([str(tmp_path / "none")], "none' is no directory"),
+            ([str(tmp_path)], "cannot be loaded: Unrecognized model"),
             (["nothing"], "MODEL='nothing' is no directory, and no model that loads by its name"),
             ([model, "tinker.max_models=0"], "tinker.max_models=0"),
         ]:

@@ -78,13 +78,20 @@ def plan_memory(
             value and way out.
         RuntimeError: The trace failed.
     """
+    device_bytes = parse_bytes(memory, key="--memory")
+    reserve_bytes = DEFAULT_RESERVE if reserve is None else parse_bytes(reserve, key="--reserve")
+    # The default is for a GPU, and a plan for the CPU needs none.
+    if reserve is not None and reserve_bytes >= device_bytes:
+        raise ValueError(
+            f"--reserve={reserve} leaves nothing of --memory={memory}: give a smaller one"
+        )
     request = {
         "settings": list(settings),
         "config": None if config is None else str(config),
         "recipe": recipe,
         "bundles": _bundles(gpus, gpus_per_node=gpus_per_node),
-        "memory": parse_bytes(memory, key="--memory"),
-        "reserve": DEFAULT_RESERVE if reserve is None else parse_bytes(reserve, key="--reserve"),
+        "memory": device_bytes,
+        "reserve": reserve_bytes,
         "all_layers": all_layers,
     }
     return MemoryPlan.from_json(_run(request))

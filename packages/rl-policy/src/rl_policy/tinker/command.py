@@ -241,7 +241,8 @@ def model_limits(policy: Mapping[str, Any]) -> ModelLimits:
         raise ValueError(f"MODEL={name!r} is no directory")
     try:
         found: Any = AutoConfig.from_pretrained(name)  # pyright: ignore[reportUnknownMemberType]
-    except OSError as error:
+    # transformers raises many classes for a file with a wrong type, an unknown key, or no JSON.
+    except Exception as error:
         raise ValueError(cannot_be_loaded("MODEL", name, error)) from None
     text: Any = found.get_text_config()
     lengths = [
