@@ -152,7 +152,7 @@ def write_once(path: Path, text: str) -> None:
 
 def group(name: str) -> list[str]:
     """Return the requirements of a dependency group of the root `pyproject.toml`."""
-    return nox.project.dependency_groups(WORKSPACE, name)
+    return list(nox.project.dependency_groups(WORKSPACE, name))
 
 
 def install(session: nox.Session, *requirements: str) -> None:
@@ -507,14 +507,15 @@ def versions_window(session: nox.Session) -> None:
 
 def test_versions(session: nox.Session, wanted: dict[str, str], python: str) -> list[window.Line]:
     """Return what becomes of versions of dependencies, in the nox session's environment."""
-    facts = {"python": python, "date": f"{datetime.now(UTC):%Y-%m-%d}"}
+    date = f"{datetime.now(UTC):%Y-%m-%d}"
     reason = install_versions(session, wanted)
     if reason:
         return [
             window.Line(
                 dependency=name,
                 version=number,
-                **facts,
+                python=python,
+                date=date,
                 beside={},
                 outcome="not installed",
                 note=reason,
@@ -525,7 +526,15 @@ def test_versions(session: nox.Session, wanted: dict[str, str], python: str) -> 
     installed = json.loads(str(printed))
     cases, broken = run_cases(session, wanted)
     return [
-        window.summarise(name, cases, version=number, **facts, installed=installed, broken=broken)
+        window.summarise(
+            name,
+            cases,
+            version=number,
+            python=python,
+            date=date,
+            installed=installed,
+            broken=broken,
+        )
         for name, number in wanted.items()
     ]
 

@@ -111,6 +111,8 @@ def test_samples_come_from_the_weights_of_the_step_before(settings, tmp_path):
 
 
 ADAPTERS = [
+    # How shards of adapters are gathered is the worker's, whose tests send them from every layout.
+    "cluster.bundle_ct_per_node_list=[1]",
     "policy.dtensor_cfg.lora.enabled=true",
     "policy.dtensor_cfg.lora.r=4",
     "sft.policy.dtensor_cfg.lora.enabled=false",

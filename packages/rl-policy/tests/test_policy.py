@@ -94,8 +94,7 @@ def config(model_path, **changes):
 
 
 LAYOUTS = [
-    # All but the dispatch to one rank is the worker's, whose own tests cover it.
-    pytest.param((1, {}), id="one rank", marks=pytest.mark.slow),
+    # Of one rank there is `test_training_equals_a_plain_loop`, and most runs of `recipe_runs` are.
     pytest.param((2, {}), id="two ranks"),
     pytest.param(
         (2, {"tensor_parallel_size": 2, "sequence_parallel": True}),

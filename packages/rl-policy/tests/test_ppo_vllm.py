@@ -1,4 +1,4 @@
-"""PPO through the command line with real vLLM engines beside policy and value model."""
+"""PPO through the command line with a real vLLM engine beside policy and value model."""
 
 import os
 import subprocess
@@ -17,8 +17,8 @@ pytestmark = [
 MISMATCH = 1e-4
 
 
-@pytest.mark.parametrize("colocated", ["true", "false"], ids=["colocated", "apart"])
-def test_engines_sample_from_the_policys_weights_alone(tmp_path, colocated):
+def test_engines_sample_from_the_policys_weights_alone(tmp_path):
+    # Beside both models, which take turns; engines of their own devices get weights as in GRPO.
     pytest.importorskip("vllm")
     write_workplace(tmp_path)
     done = subprocess.run(
@@ -27,7 +27,6 @@ def test_engines_sample_from_the_policys_weights_alone(tmp_path, colocated):
             *["ppo", "--config", "run.yaml", "--out", "out", "data.path=problems.jsonl"],
             *["ppo.warm_up=false", "ppo.steps=2", "ppo.prompts_per_step=16", "ppo.eval_every=2"],
             *["policy.generation.backend=vllm", "policy.generation.vllm_cfg.enforce_eager=true"],
-            f"policy.generation.colocated.enabled={colocated}",
             *["refit.verify=logprobs", f"refit.max_mismatch={MISMATCH}"],
         ],
         cwd=tmp_path,

@@ -6,13 +6,16 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
-from rl_policy.data.batches import ProblemEncoder
 from rl_policy.data.datasets import Problem
 from rl_policy.run.metrics import keep_steps
+
+if TYPE_CHECKING:
+    # Who looks at a run imports neither.
+    import torch
+
+    from rl_policy.data.batches import ProblemEncoder
 
 Kind = Literal["eval", "train"]
 """`eval`: greedy completions of held-out prompts after the step. `train`: those that the step was
