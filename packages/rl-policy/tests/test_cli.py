@@ -14,7 +14,7 @@ import ray
 import yaml
 from ray.exceptions import RayActorError
 from rl_policy import cli as rl_policy_cli
-from rl_policy.cli import build_app
+from rl_policy.cli import build_app, main
 from rl_policy.config import load_run_config, parse_run_config
 from rl_policy.data.tiny_model import build_tiny_model, tiny_model_config
 from rl_policy.ray.failures import to_exception
@@ -357,6 +357,35 @@ def test_a_ray_that_does_not_start_ends_in_one_line(tmp_path):
     assert "file" in line
     assert "`rl-policy doctor limits ray` looks for the cause" in line
     assert way_on == "continue with: rl-policy grpo --resume run"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["plan"], "error: Missing option '--gpus'. (rl-policy plan --help)"),
+        (["grop"], "error: No such command 'grop'. Did you mean 'grpo'? (rl-policy --help)"),
+        (["grpo", "--nope"], "error: No such option: --nope (rl-policy grpo --help)"),
+        (["serve", "x", "--port", "99999"], "error: Invalid value for '--port'"),
+    ],
+)
+def test_an_option_that_is_wrong_or_missing_is_one_line(monkeypatch, capsys, arguments, said):
+    monkeypatch.setattr("sys.argv", ["rl-policy", *arguments])
+    monkeypatch.setattr("gc.set_threshold", lambda *_: None)
+    with pytest.raises(SystemExit) as end:
+        main()
+    out, err = capsys.readouterr()
+    assert (end.value.code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(said)
+
+
+@pytest.mark.parametrize(("arguments", "said"), [(["--version"], "0.2"), ([], "Usage: rl-policy")])
+def test_what_is_asked_of_the_command_alone(monkeypatch, capsys, arguments, said):
+    monkeypatch.setattr("sys.argv", ["rl-policy", *arguments])
+    monkeypatch.setattr("gc.set_threshold", lambda *_: None)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert not end.value.code
+    assert said in capsys.readouterr().out
 
 
 def test_a_process_with_bad_input_ends_with_a_status_and_one_line(tmp_path):

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import gc
 import signal
+import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.main import get_command
 
 from rl_policy.commands.verbs import (
+    BAD_INPUT,
     FAILED,
     SIGNALLED,
     add_commands,
@@ -78,15 +82,19 @@ ShowConfig = Annotated[
 ]
 
 
+# Of options; typer exports a subclass alone.
+_USAGE_ERROR: Any = typer.BadParameter.__base__
+
+
 def build_app() -> typer.Typer:
     """Return the command line, with a command for each recipe that is installed."""
     app = typer.Typer(
         help="Train a language model, on one machine or many. Commands are recipes, or are about "
         "what runs have left and what they need.",
-        no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
     )
+    app.callback()(_options)
     for name in installed_recipes():
         app.command(name, help=describe_recipe(name))(_command_of(name))
     add_commands(app)
@@ -98,7 +106,36 @@ def main() -> None:
     # An import of torch makes objects by the hundred thousand and no garbage: to look for some
     # after every 700, Python's default, takes a tenth of the time until a run starts.
     gc.set_threshold(100_000)
-    build_app()()
+    command = get_command(build_app())
+    try:
+        arguments = sys.argv[1:] or ["--help"]
+        status = command(arguments, prog_name="rl-policy", standalone_mode=False)
+    except _USAGE_ERROR as error:
+        told = " ".join(error.format_message().split())
+        typer.echo(f"error: {told} ({error.ctx.command_path} --help)", err=True)
+        status = BAD_INPUT
+    sys.exit(status)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(version("rl-policy"))
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version and exit.",
+            show_default="off",
+        ),
+    ] = False,
+) -> None:
+    """Take the options before a command."""
 
 
 def _command_of(recipe: str) -> Callable[..., None]:
