@@ -375,6 +375,56 @@ def test_preferences(write, tmp_path):
     assert lost == {"dpo.sft_loss_weight", "dpo.max_num_epochs", "data"}
 
 
+def test_a_batch_of_pairs_is_one_of_twice_the_rows(write, tmp_path):
+    # Micro-batches of one pair, which are the rule there.
+    for text in (DPO, REWARD_MODEL):
+        conversion = convert(write(text.replace("micro_batch_size: 2", "micro_batch_size: 1")))
+        policy = loaded(conversion, tmp_path).policy
+        assert (policy["train_global_batch_size"], policy["train_micro_batch_size"]) == (64, 2)
+        assert "64 rows" in fate_of(conversion, "policy.train_global_batch_size").text
+
+
+def test_the_newer_name_of_the_dtensor_section(write, tmp_path):
+    text = GRPO.replace("dtensor_cfg", "automodel_cfg")
+    conversion = convert(write(text))
+    assert loaded(conversion, tmp_path).policy["dtensor_cfg"]["tensor_parallel_size"] == 2
+    assert "-> policy.dtensor_cfg" in fate_of(conversion, "policy.automodel_cfg").text
+    # A file in the newer name over one in the older.
+    newer = MEGATRON.replace("dtensor_cfg: {enabled: false}", "automodel_cfg: {enabled: false}")
+    policy = loaded(convert(write(newer)), tmp_path).policy
+    assert (policy["dtensor_cfg"]["enabled"], policy["megatron_cfg"]["enabled"]) == (False, True)
+    teacher = DISTILLATION.replace("dtensor_cfg", "automodel_cfg")
+    config = loaded(convert(write(teacher)), tmp_path)
+    assert teacher_policy(config)["dtensor_cfg"]["tensor_parallel_size"] == 4
+
+
+@pytest.mark.parametrize("section", ["sequence_packing", "dynamic_batching"])
+def test_tokens_of_a_scored_micro_batch_that_is_not_named(write, tmp_path, section):
+    given = f"{section}: {{enabled: true, train_mb_tokens: 512, sequence_length_round: 64}}"
+    text = SFT.replace("optimizer:", f"{given}\n  optimizer:")
+    conversion = convert(write(text))
+    assert loaded(conversion, tmp_path).policy[section]["logprob_mb_tokens"] == 512
+    key = f"policy.{section}.logprob_mb_tokens"
+    assert fate_of(conversion, key).text.endswith("train_mb_tokens=512")
+
+
+def test_a_file_replaces_sections_of_its_defaults(write, tmp_path):
+    replaced = "data: {_override_: true, train: [{data_path: a.jsonl}], validation: null}"
+    conversion = convert(write(f"defaults: grpo.yaml\n{replaced}\n"))
+    config = loaded(conversion, tmp_path)
+    assert config.data.path == "a.jsonl"
+    assert config.data.columns == {}
+    assert not [each for each in conversion.fates if each.key == "data.dataset_name"]
+    two = replaced.replace("}]", "}, {data_path: c.jsonl}]")
+    fates = convert(write(f"defaults: grpo.yaml\n{two}\n")).fates
+    (lost,) = [each for each in fates if each.key == "data.train" and each.is_lost]
+    assert "the first of 2 datasets" in lost.text
+    # A section over a list, without the mark.
+    (tmp_path / "base.yaml").write_text(f"defaults: grpo.yaml\n{replaced}\n")
+    text = "defaults: base.yaml\ndata: {train: {data_path: b.jsonl}}\n"
+    assert loaded(convert(write(text)), tmp_path).data.path == "b.jsonl"
+
+
 def test_reward_models(write, tmp_path):
     conversion = convert(write(REWARD_MODEL))
     config = loaded(conversion, tmp_path)

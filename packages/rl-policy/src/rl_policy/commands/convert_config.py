@@ -123,6 +123,7 @@ def convert(path: Path, overrides: list[str] | None = None) -> Conversion:
         raise ValueError(f"{path} has no section policy")
     recipe = _RECIPES[found[0]]
     writer = _Writer(section=found[0], source=source)
+    writer.rename_automodel()
     for key, value in flatten(source).items():
         writer.convert(key, value)
     writer.finish()
@@ -163,9 +164,30 @@ def _merged(path: Path, below: tuple[Path, ...]) -> DictConfig:
         for name in names
         if isinstance(name, str) and name != "_self_"
     ]
-    merged = OmegaConf.merge(*bases, content)
+    base = OmegaConf.merge(OmegaConf.create(), *bases)
+    assert isinstance(base, DictConfig)
+    _drop_overridden(base, content)
+    merged = OmegaConf.merge(base, content)
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def _drop_overridden(base: DictConfig, content: DictConfig) -> None:
+    """Drop from `base` what `content` replaces: sections marked `_override_`, dicts by lists."""
+    for key in content:
+        if OmegaConf.is_missing(content, key) or OmegaConf.is_interpolation(content, key):
+            continue
+        section = content[key]
+        if key not in base or not OmegaConf.is_config(section):
+            continue
+        if OmegaConf.is_interpolation(base, key):
+            continue
+        below = base[key]
+        is_replaced = isinstance(section, DictConfig) and section.pop("_override_", False)
+        if is_replaced or type(below) is not type(section):
+            del base[key]
+        elif isinstance(section, DictConfig):
+            _drop_overridden(below, section)
 
 
 Rule: TypeAlias = "str | tuple[str, Callable[[Any], Any]] | _Kept"
@@ -213,6 +235,11 @@ _LOSS: Mapping[str, Rule] = {
     "kl_input_clamp_value": "loss.kl_log_ratio_clamp",
     "kl_output_clamp_value": "loss.kl_clamp",
 }
+# A batch of preferences is counted there in pairs, and here in rows.
+_OF_PAIRS: Mapping[str, Rule] = {
+    f"policy.{key}": (f"policy.{key}", lambda pairs: 2 * pairs)
+    for key in ("train_global_batch_size", "train_micro_batch_size")
+}
 # How a validation is batched, and that it comes before the first step.
 _VALIDATION: Mapping[str, Rule] = dict.fromkeys(
     (
@@ -241,6 +268,7 @@ _RULES: Mapping[str, Mapping[str, Rule]] = {
     },
     "sft": {},
     "rm": {
+        **_OF_PAIRS,
         "policy.reward_model_cfg.enabled": _UNNEEDED,
         "policy.reward_model_cfg.reward_model_type": _Kept(
             ("bradley_terry", None), "the loss is that of Bradley and Terry"
@@ -258,6 +286,7 @@ _RULES: Mapping[str, Mapping[str, Rule]] = {
         ),
     },
     "dpo": {
+        **_OF_PAIRS,
         "dpo.reference_policy_kl_penalty": "dpo.beta",
         "dpo.preference_average_log_probs": _Kept((False, None), "log-probabilities are sums"),
         "dpo.sft_loss_weight": _Kept((0, None), "the loss is DPO's alone"),
@@ -331,6 +360,15 @@ class _Writer:
         }
         self._has_engines = recipe in ("grpo", "distill")
 
+    def rename_automodel(self) -> None:
+        """Move the sections `automodel_cfg` of newer files over those of `dtensor_cfg`."""
+        for owner in ("policy", "teacher"):
+            section = self._source.get(owner)
+            if isinstance(section, dict) and isinstance(section.get("automodel_cfg"), dict):
+                newer = section.pop("automodel_cfg")
+                section["dtensor_cfg"] = merge_sections(section.get("dtensor_cfg") or {}, newer)
+                self._note(f"{owner}.automodel_cfg", f"-> {owner}.dtensor_cfg, as every key of it")
+
     def convert(self, key: str, value: Any) -> None:
         """Take one key."""
         if key in _TOGETHER:
@@ -371,6 +409,7 @@ class _Writer:
         self._set_correction()
         self._set_async()
         self._set_divergence()
+        self._set_scoring_tokens()
         lora = "policy.dtensor_cfg.lora."
         if self.settings.get(f"{lora}enabled") is False:
             kept = {key: value for key, value in self.settings.items() if not key.startswith(lora)}
@@ -432,6 +471,18 @@ class _Writer:
         differs = f"a step has one optimizer step, of policy.train_global_batch_size={batch}"
         self._drop(_PROMPTS, prompts, "" if prompts in (None, batch) else differs)
 
+    def _set_scoring_tokens(self) -> None:
+        """Give a micro-batch that is scored the tokens of a trained one, where there is no other.
+
+        Files of algorithms that score nothing there have the one size alone.
+        """
+        for section in ("sequence_packing", "dynamic_batching"):
+            key = f"policy.{section}.logprob_mb_tokens"
+            tokens = self.settings.get(f"policy.{section}.train_mb_tokens")
+            if tokens is not None and key not in self.settings:
+                self.settings[key] = tokens
+                self._note(key, f"not set: that of train_mb_tokens={tokens}")
+
     def _teacher_key(self, key: str, value: Any) -> None:
         """Take a key of the teacher, whose section there is a full one."""
         parts = key.split(".")[1:]
@@ -467,6 +518,10 @@ class _Writer:
             self._drop(key, value, "")
             return
         changed = value if change is None or value is None else change(value)
+        if rule == _OF_PAIRS.get(key):
+            self.settings[key] = changed
+            self._note(key, f"-> {key}, of {changed} rows for {value} pairs")
+            return
         if changed is None and value is not None:
             self._drop(key, value, "")
         elif change is not None and name == key and changed != value:
@@ -551,6 +606,8 @@ class _Writer:
             path = list(map(str, heldout)) if isinstance(heldout, list) else str(heldout)
             self.settings["data.heldout_path"] = path
             self._note("data.validation", f"-> data.heldout_path={path}")
+        if isinstance(data.get("train"), list) and len(data["train"]) > 1:
+            self._note("data.train", f"{_LOST}the first of {len(data['train'])} datasets alone")
         for key in ("prompt_file", "system_prompt_file"):
             if train.get(key):
                 self._note(f"data.{key}", f"{_LOST}a prompt is what the data has")
