@@ -425,6 +425,20 @@ def test_a_file_replaces_sections_of_its_defaults(write, tmp_path):
     assert loaded(convert(write(text)), tmp_path).data.path == "b.jsonl"
 
 
+def test_what_is_switched_off_is_not_lost(write):
+    shaping = "reward_shaping: {enabled: false, overlong_buffer_length: 128, inner: {a: 7}}"
+    text = GRPO.replace("  seed: 7", f"  seed: 7\n  {shaping}")
+    text = text.replace("use_deep_gemm: false", "kv_cache_dtype: auto")
+    keys = ("overlong_buffer_length", "inner.a")
+    off = convert(write(text))
+    assert not any(fate_of(off, f"grpo.reward_shaping.{key}").is_lost for key in keys)
+    assert not fate_of(off, "policy.generation.vllm_cfg.kv_cache_dtype").is_lost
+    text = text.replace("{enabled: false, overlong", "{enabled: true, overlong")
+    on = convert(write(text.replace("kv_cache_dtype: auto", "kv_cache_dtype: fp8")))
+    assert all(fate_of(on, f"grpo.reward_shaping.{key}").is_lost for key in keys)
+    assert fate_of(on, "policy.generation.vllm_cfg.kv_cache_dtype").is_lost
+
+
 def test_reward_models(write, tmp_path):
     conversion = convert(write(REWARD_MODEL))
     config = loaded(conversion, tmp_path)

@@ -174,7 +174,7 @@ def _merged(path: Path, below: tuple[Path, ...]) -> DictConfig:
 
 def _drop_overridden(base: DictConfig, content: DictConfig) -> None:
     """Drop from `base` what `content` replaces: sections marked `_override_`, dicts by lists."""
-    for key in content:
+    for key in map(str, content):
         if OmegaConf.is_missing(content, key) or OmegaConf.is_interpolation(content, key):
             continue
         section = content[key]
@@ -308,6 +308,9 @@ _COMMON: Mapping[str, Rule] = {
     "policy.generation.vllm_cfg.expert_parallel_size": _Kept(
         (1, None), "an engine is tensor parallel alone"
     ),
+    "policy.generation.vllm_cfg.kv_cache_dtype": _Kept(
+        ("auto", None), "the key-value cache is of the engine's dtype"
+    ),
     "policy.dtensor_cfg._v2": _UNNEEDED,
     "policy.dtensor_cfg.lora_cfg.enabled": "policy.dtensor_cfg.lora.enabled",
     "policy.dtensor_cfg.lora_cfg.dim": "policy.dtensor_cfg.lora.r",
@@ -330,6 +333,8 @@ _SECTIONS: Mapping[str, str] = {
     "policy.megatron_cfg.peft.": "Megatron trains no adapters",
     "policy.megatron_cfg.fp8_cfg.": "training is not in float8",
     "policy.dtensor_cfg.lora_cfg.": "",
+    # Of a backend that policy.generation.backend does not name, or that vLLM replaces.
+    "policy.generation.mcore_generation_config.": "",
 }
 
 
@@ -391,14 +396,21 @@ class _Writer:
         elif key.startswith("policy."):
             self._policy_key(key, value)
         else:
-            self._drop(key, value, "there is nothing like it" if not _is_off(value) else "")
+            self._drop_unknown(key, value)
 
     def _is_disabled(self, key: str) -> bool:
-        """Return whether the section of a key is switched off."""
+        """Return whether a section that a key is below is switched off."""
         section: Any = self._source
         for part in key.split(".")[:-1]:
             section = section[part]
-        return section.get("enabled") is False
+            if section.get("enabled") is False:
+                return True
+        return False
+
+    def _drop_unknown(self, key: str, value: Any) -> None:
+        """Drop a key that nothing here is like."""
+        does_nothing = _is_off(value) or self._is_disabled(key)
+        self._drop(key, value, "" if does_nothing else "there is nothing like it")
 
     def finish(self) -> None:
         """Set what follows from several keys."""
@@ -492,7 +504,7 @@ class _Writer:
         if same == value or parts[0] in _OF_TRAINING:
             self._drop(key, value, "")
         elif _hint_of(parts, PolicyConfig) is None:
-            self._drop(key, value, "" if _is_off(value) else "there is nothing like it")
+            self._drop_unknown(key, value)
         else:
             self._set(key, f"distill.teacher_policy.{'.'.join(parts)}", value)
 
@@ -543,7 +555,7 @@ class _Writer:
     def _policy_key(self, key: str, value: Any) -> None:
         hint = _hint_of(key.split(".")[1:], PolicyConfig)
         if hint is None:
-            self._drop(key, value, "" if _is_off(value) else "there is nothing like it")
+            self._drop_unknown(key, value)
         elif value is None:
             self._drop(key, value, "")
         else:
