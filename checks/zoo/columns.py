@@ -38,7 +38,7 @@ _RATE = 1.0
 # Of log-probabilities, which are about 4: float32 sums of about 100 terms in several layers.
 _LOGPROB_TOLERANCE = 2e-5
 # Of a tensor's gradient, relative to its largest element, and to the largest of all gradients.
-_GRADIENT_TOLERANCE = (1e-3, 1e-5)
+_GRADIENT_TOLERANCE = (1e-5, 1e-5)
 
 
 class Wrong(AssertionError):

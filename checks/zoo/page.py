@@ -54,7 +54,8 @@ rows of a page as they are. A cell is `equal`, or the
 number of a refusal below: the worker says so and why before it trains, and nothing else happens.
 
 - `log-probabilities`: `get_logprobs` of ragged, padded rows.
-- `train`: every weight after one step of gradient descent.
+- `train`: every weight after one step of gradient descent. Gradients are held to 1e-5, of the
+  tensor's largest and of the model's; log-probabilities to 2e-5, of about 4.
 - `export`, `refit`: `save_hf_checkpoint`, and what a refit sends, have the names and the bits of
   the checkpoint that was loaded, so that an engine's own loader takes them.
 - `generate`: sampled tokens have the log-probabilities that the whole forward gives them. `slow`
