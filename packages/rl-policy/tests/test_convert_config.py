@@ -362,7 +362,9 @@ def test_ratios_of_sequences_and_clamps(write, tmp_path):
 
 def test_fine_tuning(write, tmp_path):
     config = loaded(convert(write(SFT)), tmp_path)
-    assert (config.section(SftSection).steps, config.section(SftSection).eval_every) == (60, 1)
+    assert config.section(SftSection).steps == 60
+    # A period of 0 is never.
+    assert config.section(SftSection).eval_every > 60
     assert (config.data.path, config.data.heldout_path) == ("train.jsonl", "val.jsonl")
     assert config.data.columns == {"prompt": "question"}
 

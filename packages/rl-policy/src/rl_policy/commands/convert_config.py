@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rl_interfaces import PolicyConfig
 from rl_interfaces.config.resolve import merge_sections
-from rl_interfaces.config.schema import check_type
+from rl_interfaces.config.schema import MOST, check_type
 from typing_extensions import is_typeddict
 
 from rl_policy.config import (
@@ -353,7 +353,11 @@ class _Writer:
         self._section, recipe = section, _RECIPES[section]
         every: dict[str, Rule] = {
             "max_num_steps": f"{recipe}.steps",
-            "val_period": (f"{recipe}.eval_every", lambda period: max(period, 1)),
+            # 0 or less is never there; here the last step is measured all the same.
+            "val_period": (
+                f"{recipe}.eval_every",
+                lambda period: period if period > 0 else MOST,
+            ),
             "seed": "seed",
             "max_num_epochs": _nothing("the number of steps alone ends a run"),
             **_VALIDATION,
