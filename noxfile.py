@@ -45,8 +45,8 @@ nox.needs_version = ">=2026.10"
 nox.options.default_venv_backend = "uv"
 nox.options.error_on_external_run = True
 nox.options.allow_parallel = True
-# One more than there are processors, as tests wait half of the time for processes to start.
-nox.options.parallel = (os.cpu_count() or 1) + 1
+# Two more than there are processors, as tests wait half of the time for processes to start or end.
+nox.options.parallel = (os.cpu_count() or 1) + 2
 
 # Model types that every run of CI tries: attention sinks, and two kinds of hybrids with experts.
 ZOO_SHORT = ["gpt_oss", "nemotron_h", "qwen3_next"]
@@ -56,13 +56,13 @@ TESTED = [*PROJECTS, "docs"]
 # The longest first, so that none is left to wait for at the end; `vllm` waits for `wheels`.
 nox.options.sessions = [
     "wheels",
-    "tests(rl-dtensor-worker)",
     "tests(rl-policy)",
-    "vllm",
+    "tests(rl-dtensor-worker)",
+    "tests(rl-refit)",
     "tests(rl-megatron-worker)",
+    "vllm",
     "types",
     "tests(rl-interfaces)",
-    "tests(rl-refit)",
     "tests(docs)",
     "tests(rl-batched-data)",
     "checks",
