@@ -53,7 +53,8 @@ ZOO_SHORT = ["gpt_oss", "nemotron_h", "qwen3_next"]
 
 # A package's tests, and those of the documentation's pages.
 TESTED = [*PROJECTS, "docs"]
-# The longest first, so that none is left to wait for at the end; `vllm` waits for `wheels`.
+# The longest first, so that none is left to wait for at the end. rl-refit's wait for limits more
+# than they compute; `vllm` waits for `wheels`.
 nox.options.sessions = [
     "wheels",
     "tests(rl-policy)",

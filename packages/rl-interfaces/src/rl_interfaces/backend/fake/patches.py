@@ -6,7 +6,6 @@ Each function is a context manager that replaces attributes inside; see `fake_cp
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -23,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from rl_interfaces.backend.fake.device import FakeDevice, active, describe_like, on_host
+from rl_interfaces.backend.runtime import variables_set
 
 _ABSENT = object()
 _aten = torch.ops.aten
@@ -48,7 +48,7 @@ def one_rank(device: FakeDevice, *, rank: int, world_size: int) -> Generator[Non
         "MASTER_PORT": "1",
     }
     with ExitStack() as leaving:
-        leaving.enter_context(_variables(environment))
+        leaving.enter_context(variables_set(environment))
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
         leaving.callback(_leave_groups)
         for patches in (
@@ -67,20 +67,6 @@ def one_rank(device: FakeDevice, *, rank: int, world_size: int) -> Generator[Non
 def _leave_groups() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-@contextmanager
-def _variables(values: dict[str, str]) -> Generator[None, None, None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextmanager

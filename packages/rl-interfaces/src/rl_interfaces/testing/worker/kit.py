@@ -21,6 +21,7 @@ from rl_interfaces.backend.runtime import (
     ReservedPort,
     init_process_group,
     leave_process_group,
+    variables_set,
 )
 from rl_interfaces.testing.report import (
     Outcome,
@@ -93,18 +94,8 @@ def _one_rank_unless_launched() -> Iterator[None]:
         yield
         return
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    with ReservedPort() as port:
-        added = {**alone, "MASTER_PORT": str(port.number)}
-        kept = {name: os.environ.get(name) for name in added}
-        os.environ.update(added)
-        try:
-            yield
-        finally:
-            for name, value in kept.items():
-                if value is None:
-                    os.environ.pop(name)
-                else:
-                    os.environ[name] = value
+    with ReservedPort() as port, variables_set({**alone, "MASTER_PORT": str(port.number)}):
+        yield
 
 
 # Rules that leave the worker unchanged come first, so that they share one.
