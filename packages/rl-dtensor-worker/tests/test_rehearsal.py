@@ -90,6 +90,14 @@ def test_what_packs_is_shown_to_pack(tmp_path, caplog, config):
     assert not caplog.records, "it is left to the start, or something is said twice"
 
 
+@pytest.mark.parametrize("head", ["reward", "value"])
+def test_a_model_of_scores_is_rehearsed_by_its_scores(tmp_path, caplog, head):
+    config = save(GPT2Config(n_embd=64, n_head=4), tmp_path, head=head, **PACKING)
+    with caplog.at_level(logging.INFO, logger="rl_dtensor_worker"):
+        DTensorPolicyWorker.validate_config(config, world_size=1)
+    assert not caplog.records, "it is left to the start, or something is said twice"
+
+
 @pytest.mark.parametrize("is_narrow", [True, False], ids=["narrow", "wide"])
 @pytest.mark.parametrize("name", LARGE)
 def test_a_stand_in_is_small(tmp_path, name, is_narrow):
