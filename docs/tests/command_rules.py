@@ -39,14 +39,14 @@ def check_run(command: str) -> None:
 
 
 def check_merge(command: str) -> None:
-    """Parse the arguments, up to the checkpoint or the adapters that the started run has not."""
+    """Parse the arguments, up to the checkpoint that the started run has not, or to the adapters."""
     words = [word.replace("RUN_DIR", PLACEHOLDERS["RUN_DIR"]) for word in shlex.split(command)]
     words = [
         "a-new-model" if before == "--out" else word for before, word in pairwise(["", *words])
     ]
     result = CliRunner().invoke(build_app(), words[1:])
     assert result.exit_code == 2, f"{command}: {result.output}"
-    assert re.search("has no checkpoint|has no adapter_config", result.output), result.output
+    assert re.search("has no checkpoint|holds no run", result.output), result.output
 
 
 def check_doctor(command: str) -> None:

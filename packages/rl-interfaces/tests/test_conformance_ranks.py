@@ -38,4 +38,4 @@ def test_ranks_that_count_their_own_sequences_are_told(tmp_path):
     rules = ["a_loss_may_ask_for_logits", "a_loss_may_be_of_sequences"]
     for report in check_on_two_ranks(tmp_path, CountingItsOwnSequences, rules):
         statuses = [report.of(rule).status for rule in rules]
-        assert statuses == [Status.HOLDS, Status.BROKEN]
+        assert statuses == [Status.HOLDS, Status.BROKEN], report

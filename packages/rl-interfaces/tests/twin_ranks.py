@@ -61,6 +61,12 @@ class DataParallel(PlainWorker):
             dist.all_reduce(parameter.grad)
         return super().step()
 
+    def save_hf_checkpoint(self, path):
+        """Written by the first rank alone, and whole when any rank returns."""
+        if self.rank == 0:
+            super().save_hf_checkpoint(path)
+        dist.barrier()
+
 
 class CountingItsOwnSequences(DataParallel):
     def counts(self, rows):
