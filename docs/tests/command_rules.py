@@ -39,7 +39,7 @@ def check_run(command: str) -> None:
 
 
 def check_merge(command: str) -> None:
-    """Parse the arguments, up to the checkpoint that the started run has not, or to the adapters."""
+    """Parse the arguments, up to the checkpoint that the started run has not, or to adapters."""
     words = [word.replace("RUN_DIR", PLACEHOLDERS["RUN_DIR"]) for word in shlex.split(command)]
     words = [
         "a-new-model" if before == "--out" else word for before, word in pairwise(["", *words])
