@@ -485,7 +485,7 @@ def test_reinforcement_learning(service, loss):
     client = service.create_lora_training_client(NAME, rank=8, seed=0).result()
     prompts = [types.ModelInput.from_ints(tokens(text)) for text in ("a", "b")]
     means = []
-    for step in range(20):
+    for step in range(40):
         sampler = client.save_weights_and_get_sampling_client().result()
         settings = types.SamplingParams(max_tokens=6, stop=[], seed=step)
         futures = [sampler.sample(prompt, 24, settings) for prompt in prompts]
