@@ -88,14 +88,14 @@ def train(rank, directory, num_receivers, pipe):
 
     def spoil(version):
         """Send with one bit flipped, of what trainer 1 sends."""
-        exchange = sender._member._exchange
-        pack = exchange._pack
+        messages = sender._member._exchange._messages
+        pack = messages.pack
 
-        def damaged(indices, message, sums):
-            pack(indices, message, sums)
-            message[len(message) // 2] ^= 4
+        def damaged(flow):
+            pack(flow)
+            flow.data[len(flow.data) // 2] ^= 4
 
-        exchange._pack = damaged if rank == 1 else pack
+        messages.pack = damaged if rank == 1 else pack
         with pytest.raises(RefitError):
             sender.commit(version)
         send(version)

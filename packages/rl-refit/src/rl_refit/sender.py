@@ -111,7 +111,7 @@ class RefitSender(Closing):
                 f"num_receivers={num_receivers} is negative or num_buffers={num_buffers} is below 1"
             )
         if delta:
-            _check_delta(verify, torch.device(device))
+            check_delta(verify, torch.device(device))
         Deadline(timeout_s)
         self._members = Membership(
             num_receivers,
@@ -525,7 +525,8 @@ def _check_adapters(verify: Verify, *, delta: bool) -> None:
         )
 
 
-def _check_delta(verify: Verify, device: torch.device) -> None:
+def check_delta(verify: Verify, device: torch.device) -> None:
+    """Raise `ValueError` if changes alone cannot be sent."""
     if verify == "none":
         raise ValueError(
             'delta=True contradicts verify="none": only the digest of the full bucket tells that a '

@@ -35,8 +35,9 @@ from rl_refit.errors import RefitError
 from rl_refit.protocol.channel import Channel, ChannelClosed, Filled
 from rl_refit.protocol.waiting import Closing, Deadline, run_bounded
 from rl_refit.report import RefitReport
+from rl_refit.resharding.bases import Bases, ShardCopies
 from rl_refit.resharding.exchange import Exchange, ExchangeReport, Held, Wanted
-from rl_refit.sender import RefitSender
+from rl_refit.sender import RefitSender, check_delta
 from rl_refit.source import WeightMeta
 from rl_refit.transports.collective import (
     GroupGrant,
@@ -73,6 +74,13 @@ class ReshardSender(Closing):
         device: Of the messages: a GPU to exchange them over NCCL, the CPU for gloo.
         round_bytes: See `Exchange`; equal on all trainer ranks and receivers.
         timeout_s: Limit of one `send`, in seconds.
+        delta: Send a slice that its receiver has as what has changed in it since the refit before,
+            bit by bit. Each trainer rank then keeps a copy of its shards in host memory, if it has
+            room for it; engines keep what has arrived in the places of their slices. Equal on all
+            trainer ranks. Worth it where the network is slower than memory.
+
+    Raises:
+        ValueError: An argument is out of range, or `delta` is set with messages on a GPU.
 
     Attributes:
         report: Of the last exchange; None before.
@@ -89,6 +97,7 @@ class ReshardSender(Closing):
         device: torch.device | str = "cpu",
         round_bytes: int | None = None,
         timeout_s: float = 300.0,
+        delta: bool = False,
     ) -> None:
         if num_receivers < 1:
             raise ValueError(f"num_receivers={num_receivers} is not positive")
@@ -97,7 +106,11 @@ class ReshardSender(Closing):
         self._rank = 0 if trainers is None else trainers.rank()
         self._num_receivers, self._host = num_receivers, host
         self._device, self._timeout_s = torch.device(device), timeout_s
-        self._member = SliceMember(device=device, round_bytes=round_bytes, timeout_s=timeout_s)
+        if delta:
+            check_delta("digest", self._device)
+        self._member = SliceMember(
+            device=device, round_bytes=round_bytes, timeout_s=timeout_s, delta=delta
+        )
         self.report: ExchangeReport | None = None
         self._sent_version: int | None = None
         self._control: RefitSender | None = None
@@ -171,6 +184,7 @@ class ReshardSender(Closing):
     def close(self) -> None:
         """Release the group, the connections and the endpoint. May be called again."""
         self._leave()
+        self._member.bases.close()
         if self._control is not None:
             self._control.close()
 
@@ -292,7 +306,7 @@ class SliceReceiver(Closing):
         )
 
     def close(self) -> None:
-        """Leave the group. May be called again."""
+        """Leave the group. May be called again; the places keep what they have received."""
         self._member.close()
 
 
@@ -325,17 +339,30 @@ class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SliceMember(Closing):
     """One rank's membership in the group, made anew after a failure.
 
+    Args:
+        device: Of the messages.
+        round_bytes: See `Exchange`.
+        timeout_s: Limit of joining a group, and of each exchange, in seconds.
+        delta: Whether it sends what has changed, where that is enough.
+
     Attributes:
         invitation: To the group that this rank is in; None before the first, and after a failure.
+        bases: What this rank keeps of the last transfer, over all groups.
     """
 
     def __init__(
-        self, *, device: torch.device | str, round_bytes: int | None, timeout_s: float
+        self,
+        *,
+        device: torch.device | str,
+        round_bytes: int | None,
+        timeout_s: float,
+        delta: bool = False,
     ) -> None:
         Deadline(timeout_s)
         self._device, self._round_bytes = torch.device(device), round_bytes
         self._timeout_s = timeout_s
         self.invitation: Invitation | None = None
+        self.bases = Bases(ShardCopies() if delta else None)
         self._group: ProcessGroup | None = None
         self._exchange: Exchange | None = None
 
@@ -412,6 +439,7 @@ class SliceMember(Closing):
             round_bytes=self._round_bytes,
             timeout_s=self._timeout_s,
             device=self._device,
+            bases=self.bases,
         )
         self.invitation = invitation
         return self._exchange
