@@ -47,9 +47,9 @@ class Engine:
         check: Called before the refit is reported as loaded.
     """
 
-    def __init__(self, address, rank, boxes, *, timeout_s=LIMIT_S):
+    def __init__(self, address, rank, boxes, *, timeout_s=LIMIT_S, round_bytes=None):
         self.receiver = RefitReceiver(address, rank, timeout_s=timeout_s)
-        self.slices = SliceReceiver(rank, timeout_s=timeout_s)
+        self.slices = SliceReceiver(rank, timeout_s=timeout_s, round_bytes=round_bytes)
         self.boxes, self.places = boxes, {}
         self.seen = self.report = None
         self.check = lambda: None

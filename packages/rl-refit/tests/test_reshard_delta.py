@@ -2,10 +2,11 @@
 
 import logging
 import random
+import time
 
 import pytest
 import torch
-from refit_pairs import must
+from refit_pairs import LIMIT_S, must
 from rl_refit import RefitError, VerificationError
 from rl_refit import delta as delta_module
 from rl_refit.resharding import Box, ReshardSender
@@ -38,14 +39,15 @@ class World:
     """A trainer with `delta`, and two engines."""
 
     def __init__(self, tensors, boxes, **options):
-        self.boxes = boxes
+        self.boxes, self.round_bytes = boxes, options.get("round_bytes")
         self.trainer = Trainer(tensors, num_receivers=2, **{"delta": True, **options})
         self.engines = [self.make_engine(rank) for rank in range(2)]
         self.generator = torch.Generator().manual_seed(1)
 
     def make_engine(self, rank):
         boxes = {name: each[rank] for name, each in self.boxes.items()}
-        return Engine(self.trainer.sender.address, rank, boxes)
+        address = self.trainer.sender.address
+        return Engine(address, rank, boxes, round_bytes=self.round_bytes)
 
     def replace(self, rank):
         self.engines[rank].close()
@@ -155,6 +157,29 @@ def test_a_version_that_is_sent_in_vain_costs_the_next_one_the_changes(world):
     assert world.good_refit(2) == [True, True]
 
 
+def test_a_transfer_that_breaks_off_leaves_nobody_with_what_was_there_before():
+    boxes = {name: boxes for name, (_, boxes) in LAYOUT.items()}
+    world = World(some_tensors(), boxes, round_bytes=1024)
+    world.good_refit(1)
+    kept = {name: tensor.clone() for name, tensor in world.trainer.tensors.items()}
+    world.change(0.9)
+    messages = world.trainer.sender._member._exchange._messages
+    unpacked, pack = [], messages.pack
+
+    def breaks(flow):
+        unpacked.append(flow)
+        if len(unpacked) > 8:
+            raise RefitError("the trainer breaks off")
+        pack(flow)
+
+    messages.pack = breaks
+    assert "breaks off" in world.failing_refit(2)[0]
+    # Nothing has changed since the version that was sent last, and yet the engines need it all.
+    world.trainer.tensors = kept
+    assert world.good_refit(2) == [False, False]
+    world.close()
+
+
 @pytest.mark.parametrize("case", range(6))
 def test_a_bit_that_flips_on_its_way_fails_the_refit_and_the_next_one_is_full(world, case):
     world.good_refit(1)
@@ -188,7 +213,9 @@ def test_a_size_that_cannot_be_is_refused(world, size):
         flow.sizes[0] = size
 
     messages.pack = announced
+    start = time.monotonic()
     assert f"announces {size} bytes for up" in world.failing_refit(2)[1]
+    assert time.monotonic() - start < LIMIT_S / 2, "the other engine has waited for its limit"
     assert world.good_refit(2) == [False, False]
 
 

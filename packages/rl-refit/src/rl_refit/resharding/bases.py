@@ -60,7 +60,8 @@ class ShardCopies:
     def update(self, held: Mapping[str, Sequence[Shard]], specs: Iterable[TensorSpec]) -> bool:
         """Take over the shards of these tensors; return whether a bit of them has changed.
 
-        Where this machine has no memory for the copies, there are none, and all has changed.
+        Where this machine has no memory for the copies, there are none: all has changed, and
+        nothing is found.
         """
         wanted = [(spec, held[spec.name]) for spec in specs if spec.name in held]
         layout = {spec.name: [(each.box, spec.dtype) for each in shards] for spec, shards in wanted}
@@ -74,11 +75,6 @@ class ShardCopies:
                 if has_changed:
                     copy.data.copy_(shard.data)
         return has_changed
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether there was memory for all of them."""
-        return self._refused is None
 
     def close(self) -> None:
         """Release the memory."""
@@ -145,7 +141,7 @@ class Bases:
     def mark(self, transfer: int) -> None:
         """Note that a transfer was sent and received."""
         self.received = transfer
-        if self.sent is not None and self.sent.is_complete:
+        if self.sent is not None:
             self.sent.transfer = transfer
 
     def close(self) -> None:
