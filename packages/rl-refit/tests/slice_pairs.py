@@ -1,5 +1,6 @@
 """A trainer that sends slices, and engines that want some, in threads of one process."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -91,16 +92,21 @@ class Engine:
         self.receiver.close()
 
 
-def refit(trainer, engines, version, **options):
-    """Return the report or the error of the trainer and of each engine."""
+def refit(trainer, engines, version, *, settle_s=0.0, **options):
+    """Return the report or the error of the trainer and of each engine.
+
+    Args:
+        settle_s: How long engines may connect before the trainer sends.
+    """
 
     def outcome(call):
         return call.exception() or call.result()
 
     with ThreadPoolExecutor(len(engines) + 1) as pool:
-        calls = [pool.submit(trainer.sender.send, version, **options)]
-        calls += [pool.submit(engine.refit, version) for engine in engines]
-        return [outcome(call) for call in calls]
+        receiving = [pool.submit(engine.refit, version) for engine in engines]
+        time.sleep(settle_s)
+        sending = pool.submit(trainer.sender.send, version, **options)
+        return [outcome(call) for call in (sending, *receiving)]
 
 
 def check(trainer, engines, version):

@@ -2,8 +2,8 @@
 
 `slices` has boxes of tensors, `layouts` where they lie over ranks, `consumers` what an engine's
 loader wants (with `views`, `accesses`), `planner` who sends what to whom, `exchange` the transfer,
-`messages` its slices and patches, `bases` what patches are made of, `digest` its checksums, `refit`
-both ends under the commit protocol.
+`messages` its slices and patches, `bases` what patches are made of, `digest` its checksums,
+`members` who takes part, `refit` both ends under the commit protocol.
 """
 
 from rl_refit.resharding.exchange import Exchange, ExchangeReport

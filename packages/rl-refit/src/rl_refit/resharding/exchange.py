@@ -24,6 +24,7 @@ under way: make a new process group and a new `Exchange`.
 from __future__ import annotations
 
 import datetime
+import math
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +58,10 @@ Wanted = Sequence[Want] | Callable[[list[WeightMeta]], Sequence[Want]]
 
 Slices = list[tuple[str, tuple[int, ...], Box, str]]
 """Name, full shape, box and dtype of each slice that a rank holds or wants, as it says to all."""
+
+
+class MemberLostError(RefitError):
+    """A member of the group did not do its part: its connection has broken."""
 
 
 class _Message(NamedTuple):
@@ -113,6 +118,7 @@ class Exchange:
             largest layer, at most 256 MiB or a row.
         timeout_s: Limit of the construction, and of each transfer, in seconds.
         device: Of the messages; None: the CPU. NCCL needs a GPU.
+        silence_s: Limit of each wait for other members, in seconds; None: that of all together.
         bases: What this rank keeps of its last transfer, over several exchanges. With `sent`,
             receivers that have it get what has changed alone; that needs messages in host memory.
 
@@ -131,9 +137,11 @@ class Exchange:
         round_bytes: int | None = None,
         timeout_s: float = 300.0,
         device: torch.device | str | None = None,
+        silence_s: float | None = None,
         bases: Bases | None = None,
     ) -> None:
         self._timeout_s, self._device = timeout_s, torch.device(device or "cpu")
+        self._silence_s = math.inf if silence_s is None else silence_s
         self._bases = Bases() if bases is None else bases
         if self._bases.sent is not None:
             check_delta("digest", self._device)
@@ -350,7 +358,7 @@ class Exchange:
         except RefitError:
             raise
         except RuntimeError as error:
-            raise RefitError(f"{waited_for} cannot start: {error}") from error
+            raise MemberLostError(f"{waited_for} cannot start: {error}") from error
 
     def _wait(self, works: list[tuple[dist.Work, str]], deadline: Deadline) -> None:
         """Wait for all, and let go of them.
@@ -366,11 +374,13 @@ class Exchange:
             while works:
                 work, waited_for = works.pop(0)
                 left = deadline.remaining(waited_for)
+                limit = Deadline(min(left, self._silence_s))
                 try:
-                    work.wait(datetime.timedelta(seconds=left))
+                    work.wait(datetime.timedelta(seconds=limit.seconds))
                 except RuntimeError as error:
-                    deadline.remaining(waited_for)  # raises if it was the limit
-                    raise RefitError(f"{waited_for} failed: {error}") from error
+                    for each in (deadline, limit):
+                        each.remaining(waited_for)  # raises if it was the limit
+                    raise MemberLostError(f"{waited_for} failed: {error}") from error
         finally:
             works.clear()
             del work
