@@ -81,6 +81,7 @@ class RefitSender(Closing):
             receiver is lost. None: half of `timeout_s`.
         receivers_per_engine: Receivers of consecutive ranks that are of no use without each other,
             such as an engine's tensor-parallel workers: if one is lost, all of them are.
+        keep_spans: Report when each phase ran, see `RefitReport.spans`.
 
     Raises:
         ValueError: An argument is out of range, the transport is not registered, or `delta` cannot
@@ -106,6 +107,7 @@ class RefitSender(Closing):
         min_receivers: int | None = None,
         receiver_timeout_s: float | None = None,
         receivers_per_engine: int = 1,
+        keep_spans: bool = False,
     ) -> None:
         if verify not in VERIFY_MODES:
             raise ValueError(f"verify={verify!r} is not among {VERIFY_MODES}")
@@ -143,6 +145,7 @@ class RefitSender(Closing):
         self._verify = verify
         self._delta = delta
         self._timeout_s = timeout_s
+        self._keep_spans = keep_spans
         self._device = torch.device(device)
         self._token = secrets.token_bytes(32)
         self._endpoint = None
@@ -202,7 +205,8 @@ class RefitSender(Closing):
             raise RefitError("the sender is closed")
         # Until this refit succeeds there is nothing to commit, not even the version before it.
         self._sent_version = None
-        deadline, watch = Deadline(self._timeout_s), Stopwatch()
+        deadline = Deadline(self._timeout_s)
+        watch = Stopwatch(keep_spans=self._keep_spans)
         self._adapters_only = adapters_only
         self._ranks = None if receivers is None else frozenset(receivers)
         tensors = self._tensors()
