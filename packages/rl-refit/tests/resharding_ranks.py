@@ -17,6 +17,7 @@ from rl_refit.resharding import (
     Want,
     local_shards,
 )
+from rl_refit.resharding.bases import Bases, ShardCopies
 from source_ranks import Block
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,6 +29,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 LIMIT_S = 60.0
+FIRST = 3
+"""The first element of each tensor in the last version."""
 ROUND_BYTES = 128
 """Less than a layer, so that there are several rounds."""
 
@@ -117,14 +120,18 @@ def ends(rank, case):
 
 
 def refit(rank, case):
+    """Refit three times; the last one changes the first element of each tensor alone."""
     held, mine = ends(rank, case)
-    one = Exchange(held, mine, round_bytes=ROUND_BYTES, timeout_s=LIMIT_S)
+    bases = Bases(ShardCopies() if held else None)
+    one = Exchange(held, mine, round_bytes=ROUND_BYTES, timeout_s=LIMIT_S, bases=bases)
     reports = []
     largest = LargestAllocation()
-    for version in (1, 2):
+    for version in (1, 2, 3):
         for shard in held.values():
             if version == 2 and shard.data.is_floating_point():
                 shard.data.mul_(2)
+            if version == 3 and not any(shard.box.offset):
+                shard.data.view(-1)[0] = FIRST
         one.begin(version)
         with largest:
             reports.append(one.transfer(version))
@@ -144,14 +151,14 @@ def corrupt(rank, case):
     held, mine = ends(rank, case)
     one = Exchange(held, mine, round_bytes=ROUND_BYTES, timeout_s=LIMIT_S)
     if rank == case["victim"]:
-        unpack = one._unpack
+        unpack = one._messages.unpack
 
-        def damaged(indices, message):
-            message[len(message) // 2] ^= 4
-            one._unpack = unpack
-            unpack(indices, message)
+        def damaged(flow):
+            flow.data[len(flow.data) // 2] ^= 4
+            one._messages.unpack = unpack
+            unpack(flow)
 
-        one._unpack = damaged
+        one._messages.unpack = damaged
     return failing(one)
 
 
@@ -160,10 +167,8 @@ def misplace(rank, case):
     held, mine = ends(rank, case)
     one = Exchange(held, mine, round_bytes=ROUND_BYTES, timeout_s=LIMIT_S)
     if rank == case["victim"]:
-        for wants in one._wants.values():
-            wants[:] = [want._replace(data=want.data.flip(0)) for want in wants]
-        split = one._split
-        one._split = lambda indices, message: [v.flip(0) for v in split(indices, message)]
+        place = one._messages._place
+        one._messages._place = lambda index, piece: place(index, piece.flip(0))
     return failing(one)
 
 

@@ -220,3 +220,43 @@ def test_missing_receivers_are_named():
     assert members.num_expected == 1
     members.connect([7])
     assert members.num_expected == 2
+
+
+def test_an_engine_of_several_receivers_is_dropped_and_comes_back_as_one():
+    members = membership(num_receivers=4, per_engine=2)
+    members.connect([0, 1, 2])
+    members.drop_missing([0, 1, 2], wanted=None)
+    assert members.dropped == {
+        3: "no connection within 10 s",
+        2: "its engine has lost receiver 3: no connection within 10 s",
+    }
+    assert members.num_expected == 2
+    assert members.with_fellows([1], [0, 1, 2]) == [0, 1]
+    members.connect([3])
+    assert members.num_expected == 4
+    with pytest.raises(
+        ValueError, match="num_receivers=3 is no multiple of receivers_per_engine=2"
+    ):
+        membership(per_engine=2)
+
+
+def test_a_sender_of_tensors_commits_without_an_engine_of_which_one_receiver_dies():
+    tensors = some_tensors()
+    options = {"min_receivers": 2, "receivers_per_engine": 2}
+    sender = make_sender(tensors, num_receivers=4, **options)
+    engines = [ThreadEngine(sender.address, rank) for rank in range(4)]
+    must(refit(sender, engines, 1))
+    sender.commit(1)
+
+    def die(pairs):
+        engines[VICTIM].receiver._session.channel.hang_up()
+        raise OSError("dead")
+
+    engines[VICTIM].load = die
+    sent, *received = refit(sender, engines, 2)
+    must([sent, *received[2:]])
+    assert set(sent.dropped) == {0, 1}
+    sender.commit(2)
+    assert [engine.receiver.version for engine in engines] == [1, 1, 2, 2]
+    for end in [sender, *(engine.receiver for engine in engines)]:
+        end.close()

@@ -169,14 +169,14 @@ def test_slices_go_over_nccl_from_one_gpu_to_another():
             got = pipe.recv()
             for box, data in zip(HALVES, got, strict=True):
                 assert torch.equal(data, box.view_of(full).bfloat16().cpu())
-        exchange = sender._member._exchange
-        pack = exchange._pack
+        messages = sender._member._exchange._messages
+        pack = messages.pack
 
-        def damaged(indices, message, sums):
-            pack(indices, message, sums)
-            message[3] ^= 1
+        def damaged(flow):
+            pack(flow)
+            flow.data[3] ^= 1
 
-        exchange._pack = damaged
+        messages.pack = damaged
         pipe.send(3)
         with pytest.raises(VerificationError):
             sender.send(3)

@@ -7,6 +7,7 @@ Usage: python vllm_slices.py dense|experts TENSOR_PARALLEL_SIZE DIRECTORY
 
 import copy
 import multiprocessing
+import re
 import sys
 import threading
 import time
@@ -60,15 +61,16 @@ def wait_until_staged(llm):
         time.sleep(0.001)
 
 
-def change(model, seed):
-    """Add noise that depends on a parameter's name and the seed alone."""
+def change(model, seed, share=1.0):
+    """Add noise to a share of all elements, given by a parameter's name and the seed alone."""
     for name, shard in local_shards(dict(model.named_parameters())).items():
         generator = torch.Generator().manual_seed(seed + sum(name.encode()))
         noise = torch.randn(shard.shape, generator=generator)
-        shard.data.add_(shard.box.view_of(noise), alpha=0.02)
+        noise *= torch.rand(shard.shape, generator=generator) < share
+        shard.data.add_(shard.box.view_of(noise), alpha=0.02 / share**0.5)
 
 
-def train(rank, directory, num_receivers, pipe):
+def train(rank, directory, num_receivers, pipe, options):
     """Be a trainer that does what it is told; answer with the name of the error, if any."""
     store = f"file://{directory}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=NUM_TRAINERS)
@@ -88,14 +90,14 @@ def train(rank, directory, num_receivers, pipe):
 
     def spoil(version):
         """Send with one bit flipped, of what trainer 1 sends."""
-        exchange = sender._member._exchange
-        pack = exchange._pack
+        messages = sender._member._exchange._messages
+        pack = messages.pack
 
-        def damaged(indices, message, sums):
-            pack(indices, message, sums)
-            message[len(message) // 2] ^= 4
+        def damaged(flow):
+            pack(flow)
+            flow.data[len(flow.data) // 2] ^= 4
 
-        exchange._pack = damaged if rank == 1 else pack
+        messages.pack = damaged if rank == 1 else pack
         with pytest.raises(RefitError):
             sender.commit(version)
         send(version)
@@ -110,9 +112,14 @@ def train(rank, directory, num_receivers, pipe):
         finally:
             left_out.clear()
 
-    calls = {"send": send, "spoil": spoil, "omit": omit, "change": lambda s: change(model, s)}
+    calls = {"send": send, "spoil": spoil, "omit": omit}
+    calls["change"] = lambda seed, share=1.0: change(model, seed, share)
     with ReshardSender(
-        shards, num_receivers=num_receivers, trainers=dist.group.WORLD, timeout_s=LIMIT_S
+        shards,
+        num_receivers=num_receivers,
+        trainers=dist.group.WORLD,
+        timeout_s=LIMIT_S,
+        **options,
     ) as sender:
         pipe.send(sender.address if rank == 0 else None)
         while (call := pipe.recv()) is not None:
@@ -128,13 +135,13 @@ def train(rank, directory, num_receivers, pipe):
 class Trainers:
     """The trainers' processes."""
 
-    def __init__(self, directory, num_receivers):
+    def __init__(self, directory, num_receivers, **options):
         context = multiprocessing.get_context("spawn")
         pairs = [context.Pipe() for _ in range(NUM_TRAINERS)]
         self._pipes = [pair[0] for pair in pairs]
         self._processes = [
             context.Process(
-                target=train, args=(rank, directory, num_receivers, pair[1]), daemon=True
+                target=train, args=(rank, directory, num_receivers, pair[1], options), daemon=True
             )
             for rank, pair in enumerate(pairs)
         ]
@@ -188,13 +195,30 @@ def check_refits(llm, trainers, model, *, ranks, versions):
             assert least * 3 < report["refit_bytes"] <= most * 4 + (ranks == 1) * numel
 
 
+def check_changes(llm, trainers, model, *, ranks, version):
+    """Of a hundredth of all elements, positions and values arrive, and the weights are right."""
+    trainers.call("change", version, 0.01)()
+    change(model, version, 0.01)
+    before = worst_difference(llm, model)
+    assert before > OTHER, before
+    errors, reports = refit(llm, trainers, version)
+    assert not any(errors), errors
+    assert on_workers(llm, require_ready) == [version] * ranks
+    after = worst_difference(llm, model)
+    shares = [report["refit_bytes_sent"] / report["refit_bytes"] for report in reports]
+    print(version, before, after, shares)
+    assert after < SAME, after
+    assert max(shares) < 0.03, shares
+
+
 def check_wrong_bytes(llm, trainers, model, *, version):
     """A flipped bit is found before it is loaded, fails the refit, and the next one heals it."""
     kept = copy.deepcopy(model)
     errors, _ = refit(llm, trainers, version, "spoil")
     assert all(each.startswith("VerificationError") for each in errors), errors
-    assert "digest of what rank" in errors[0], errors
-    with pytest.raises(PoisonedError, match="digest of what rank"):
+    found = "digest of what rank|from rank 1: a patch"
+    assert re.search(found, errors[0]), errors
+    with pytest.raises(PoisonedError, match=found):
         on_workers(llm, require_ready)
     assert worst_difference(llm, kept) < SAME
     errors, _ = refit(llm, trainers, version)
@@ -255,7 +279,7 @@ def main():
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[kind], dtype=torch.float32).eval()
     model.save_pretrained(directory)
-    trainers = Trainers(directory, ranks)
+    trainers = Trainers(directory, ranks, delta=kind == "dense")
     from vllm_refits import start_engine  # imports vLLM, which no trainer needs
 
     llm = start_engine(directory, ranks)
@@ -274,6 +298,9 @@ def main():
     if kind == "dense":
         check_staging(llm, trainers, model, version=5)
     check_refits(llm, trainers, model, ranks=ranks, versions=(6,))
+    if kind == "dense":
+        for version in (7, 8):
+            check_changes(llm, trainers, model, ranks=ranks, version=version)
     trainers.stop()
     check_tensors(llm, model, ranks=ranks)
     print("all refits are as they should be")

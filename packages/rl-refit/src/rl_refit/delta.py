@@ -41,6 +41,11 @@ _SPARE = 1.1
 """Share of a copy's bytes that must be available for it."""
 
 
+def has_room(nbytes: int) -> bool:
+    """Return whether this machine has memory for copies of so many bytes."""
+    return available_bytes() >= int(_SPARE * nbytes)
+
+
 def base_bytes(plan: RefitPlan) -> int:
     """Return the bytes of a `Base`."""
     return sum(bucket.nbytes for bucket in plan.buckets)
@@ -72,8 +77,7 @@ class Base:
     @classmethod
     def if_room(cls, plan: RefitPlan, *, copies: int) -> Base | None:
         """Return a base if this machine has memory for so many of them, else None."""
-        needed = int(_SPARE * base_bytes(plan) * copies)
-        return cls(plan) if available_bytes() >= needed else None
+        return cls(plan) if has_room(base_bytes(plan) * copies) else None
 
     def slices(self, bucket: Bucket) -> tuple[tuple[int, int], ...]:
         """Return the slices of a bucket, see `slices_of`."""
@@ -101,10 +105,16 @@ def slices_of(bucket: Bucket) -> tuple[tuple[int, int], ...]:
     A piece of an odd number of bytes ends with half a word; the other half is a zero of the gap.
     """
     return tuple(
-        (piece.offset // 2 + start, min(SLICE_WORDS, size - start))
+        (piece.offset // 2 + start, size)
         for piece in bucket.pieces
-        for size in (-(-piece.size // 2),)
-        for start in range(0, size, SLICE_WORDS)
+        for start, size in slices_of_words(-(-piece.size // 2))
+    )
+
+
+def slices_of_words(num_words: int) -> tuple[tuple[int, int], ...]:
+    """Return the slices of so many words as first word and number of words, in order."""
+    return tuple(
+        (start, min(SLICE_WORDS, num_words - start)) for start in range(0, num_words, SLICE_WORDS)
     )
 
 
@@ -127,11 +137,14 @@ class PatchWriter:
     Attributes:
         base: `[words]` of the bucket.
         slices: See `slices_of`.
+        updates: Whether the base takes the new words over. If not, those that are added must stay
+            as they are until the patch is written.
         num_changed: Words that have changed so far.
     """
 
     base: Words
     slices: Sequence[tuple[int, int]]
+    updates: bool = True
     num_changed: int = 0
     # Reused by every slice, so that it stays in the cache.
     _differs: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(SLICE_WORDS, np.bool_))
@@ -147,7 +160,7 @@ class PatchWriter:
         return 4 * len(self._counts) + sum(words.nbytes for words in listed)
 
     def add(self, piece: Words) -> Iterator[int]:
-        """Compare the new words of the next piece with the base, which takes them over.
+        """Compare the new words of the next piece with the base.
 
         Yields:
             After each slice, its end in the bucket, in bytes.
@@ -178,13 +191,16 @@ class PatchWriter:
         if count == 0:
             self._counts.append(0)
         elif 2 * count >= len(old):
-            old[:] = new
             self._counts.append(FULL)
-            self._full.append(old)  # a view, which keeps these bits until the next version
+            if self.updates:
+                old[:] = new
+            # A view, whose bits stay until the patch is written.
+            self._full.append(old if self.updates else new)
         else:
             positions = np.flatnonzero(differs)
             values = new[positions]
-            old[positions] = values
+            if self.updates:
+                old[positions] = values
             self._counts.append(count)
             self._positions.append(positions.astype(np.uint16))
             self._values.append(values)

@@ -79,6 +79,8 @@ class RefitSender(Closing):
             refit begins. None: all of them, so that none is ever dropped.
         receiver_timeout_s: Seconds of silence, where a message is waited for, after which a
             receiver is lost. None: half of `timeout_s`.
+        receivers_per_engine: Receivers of consecutive ranks that are of no use without each other,
+            such as an engine's tensor-parallel workers: if one is lost, all of them are.
         keep_spans: Report when each phase ran, see `RefitReport.spans`.
 
     Raises:
@@ -104,6 +106,7 @@ class RefitSender(Closing):
         adapters: WeightSource | None = None,
         min_receivers: int | None = None,
         receiver_timeout_s: float | None = None,
+        receivers_per_engine: int = 1,
         keep_spans: bool = False,
     ) -> None:
         if verify not in VERIFY_MODES:
@@ -113,13 +116,14 @@ class RefitSender(Closing):
                 f"num_receivers={num_receivers} is negative or num_buffers={num_buffers} is below 1"
             )
         if delta:
-            _check_delta(verify, torch.device(device))
+            check_delta(verify, torch.device(device))
         Deadline(timeout_s)
         self._members = Membership(
             num_receivers,
             min_receivers=min_receivers,
             timeout_s=timeout_s,
             receiver_timeout_s=receiver_timeout_s,
+            per_engine=receivers_per_engine,
         )
         specs, adapters_from = read_specs(source.metadata()), None
         if adapters is not None:
@@ -236,7 +240,8 @@ class RefitSender(Closing):
         if self._connections is None:
             return
         channels = self._connections.channels
-        gone = [rank for rank, channel in channels.items() if channel.has_hung_up()]
+        lost = [rank for rank, channel in channels.items() if channel.has_hung_up()]
+        gone = self._members.with_fellows(lost, channels)
         try:
             self._members.require_enough(version, channels.keys() - gone, gone)
         except RefitError as error:
@@ -246,13 +251,16 @@ class RefitSender(Closing):
         # Over TCP a message to one that is gone is sent without an error.
         for rank in gone:
             self._commit_without(rank, version, "its connection has ended")
-        for rank, channel in list(channels.items()):
+        for rank in list(channels):
+            if rank not in channels:
+                continue  # it was lost with another one
             try:
-                channel.send(Commit(version), Deadline(self._timeout_s))
+                channels[rank].send(Commit(version), Deadline(self._timeout_s))
             except ChannelClosed as error:
                 # It cannot be taken back: others may have committed already.
-                gone.append(rank)
-                self._commit_without(rank, version, str(error))
+                for fellow in self._members.with_fellows([rank], channels):
+                    gone.append(fellow)
+                    self._commit_without(fellow, version, str(error))
                 self._members.require_enough(version, channels, gone)
 
     def _commit_without(self, rank: int, version: int, why: str) -> None:
@@ -416,10 +424,25 @@ class RefitSender(Closing):
             members.connect(channels)
             if len(channels) < count:
                 members.drop_missing(channels, wanted=wanted)
+                self._leave_out_dropped(channels, least)
             if wanted is not None or len(channels) >= members.num_expected:
                 return channels
             # One that was dropped has come before one that is expected.
             self._newcomers = channels
+
+    def _leave_out_dropped(self, channels: dict[int, Channel], least: int) -> None:
+        """Close the channels of receivers whose engine is not complete."""
+        dropped = self._members.dropped
+        for rank in channels.keys() & dropped.keys():
+            channels.pop(rank).close(RefitError(dropped[rank], rank=rank))
+        if len(channels) < least:
+            error = RefitError(
+                f"{len(channels)} receivers of complete engines have connected, and {least} have "
+                "to load the version"
+            )
+            for channel in channels.values():
+                channel.close(error)
+            raise error
 
     def _receivers(
         self, channels: dict[int, Channel], version: int, deadline: Deadline
@@ -433,6 +456,7 @@ class RefitSender(Closing):
                 least=self._members.least_of(version, self._ranks),
                 silence_s=self._members.silence_s,
                 obstacle="" if self._transport.survives_loss else obstacle,
+                per_engine=self._members.per_engine,
             ),
             dropped=self._members.dropped,
             first_bucket=self._first_bucket,
@@ -529,7 +553,8 @@ def _check_adapters(verify: Verify, *, delta: bool) -> None:
         )
 
 
-def _check_delta(verify: Verify, device: torch.device) -> None:
+def check_delta(verify: Verify, device: torch.device) -> None:
+    """Raise `ValueError` if changes alone cannot be sent."""
     if verify == "none":
         raise ValueError(
             'delta=True contradicts verify="none": only the digest of the full bucket tells that a '

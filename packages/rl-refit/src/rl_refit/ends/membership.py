@@ -20,10 +20,12 @@ class Membership:
         min_receivers: How many have to hold a version before it is committed. None: all.
         timeout_s: Limit of one refit, in seconds.
         receiver_timeout_s: Seconds of silence after which one is lost. None: half of `timeout_s`.
+        per_engine: Receivers of one engine, of consecutive ranks; if one is lost, all of them are.
 
     Attributes:
         dropped: Why each receiver was dropped, by rank.
         silence_s: Seconds of silence after which one is lost.
+        per_engine: Receivers of one engine.
 
     Raises:
         ValueError: An argument is out of range.
@@ -36,6 +38,7 @@ class Membership:
         min_receivers: int | None,
         timeout_s: float,
         receiver_timeout_s: float | None,
+        per_engine: int = 1,
     ) -> None:
         # A trainer rank without receivers has the arguments of those that have some.
         most = max(num_receivers, 1)
@@ -50,7 +53,12 @@ class Membership:
                 f"receiver_timeout_s={receiver_timeout_s} is not between 0 and "
                 f"timeout_s={timeout_s}"
             )
+        if per_engine < 1 or num_receivers % per_engine:
+            raise ValueError(
+                f"num_receivers={num_receivers} is no multiple of receivers_per_engine={per_engine}"
+            )
         self.silence_s = silence_s
+        self.per_engine = per_engine
         self.dropped: dict[int, str] = {}
         self._num_receivers = num_receivers
         self._least = least
@@ -61,6 +69,11 @@ class Membership:
     def patience_s(self) -> float:
         """How long to wait for a receiver that may be missing, in seconds."""
         return self.silence_s if self._least < self._num_receivers else math.inf
+
+    @property
+    def num_dispensable(self) -> int:
+        """How many receivers may be lost."""
+        return self._num_receivers - self._least
 
     @property
     def num_expected(self) -> int:
@@ -86,15 +99,16 @@ class Membership:
         return max(1, self._least - others)
 
     def connect(self, ranks: Iterable[int]) -> None:
-        """Record who is connected, and so takes part again."""
+        """Record who is connected, and so takes part again, with the others of its engine."""
         for rank in ranks:
             self._known.add(rank)
-            if self.dropped.pop(rank, None) is not None:
-                # Its process may be a new one, which has loaded nothing.
-                self._loaded.pop(rank, None)
+            for fellow in engine_of(rank, self.per_engine):
+                if self.dropped.pop(fellow, None) is not None:
+                    # Its process may be a new one, which has loaded nothing.
+                    self._loaded.pop(fellow, None)
 
     def drop_missing(self, ranks: Collection[int], *, wanted: Collection[int] | None) -> None:
-        """Drop those that have not connected in time.
+        """Drop the engines of those that have not connected in time.
 
         Args:
             ranks: Of those that have.
@@ -111,6 +125,8 @@ class Membership:
             missing = new[: self.num_expected - len(ranks)]
         for rank in missing:
             self.dropped[rank] = reason
+            for fellow in engine_of(rank, self.per_engine):
+                self.dropped.setdefault(fellow, lost_with(rank, reason))
 
     def require_enough(self, version: int, alive: Collection[int], gone: Collection[int]) -> None:
         """Raise `RefitError` if too few hold a version that is to be committed.
@@ -130,6 +146,11 @@ class Membership:
                 rank=min(gone, default=None),
             )
 
+    def with_fellows(self, lost: Iterable[int], ranks: Collection[int]) -> list[int]:
+        """Return those of `ranks` whose engine has lost a receiver."""
+        gone = {fellow for rank in lost for fellow in engine_of(rank, self.per_engine)}
+        return sorted(gone.intersection(ranks))
+
     def begin(self, ranks: Iterable[int]) -> None:
         """Record whose weights a refit overwrites."""
         for rank in ranks:
@@ -142,3 +163,14 @@ class Membership:
     def _holders(self, version: int) -> set[int]:
         held = {rank for rank, loaded in self._loaded.items() if loaded == version}
         return held - self.dropped.keys()
+
+
+def engine_of(rank: int, per_engine: int) -> range:
+    """Return the ranks of the engine to which a receiver belongs."""
+    first = rank - rank % per_engine
+    return range(first, first + per_engine)
+
+
+def lost_with(rank: int, reason: str) -> str:
+    """Return why a receiver is dropped whose engine has lost another one."""
+    return f"its engine has lost receiver {rank}: {reason}"

@@ -21,6 +21,7 @@ import torch
 from rl_refit.buffers import PieceViews, Run, copy_all, zero_ranges
 from rl_refit.delta import Base, PatchWriter, words_of
 from rl_refit.digest import DIGESTS, RunningDigest, bytes_of
+from rl_refit.ends.membership import engine_of, lost_with
 from rl_refit.errors import RefitError, RefitTimeoutError
 from rl_refit.plan import Bucket, RefitPlan, TensorSpec
 from rl_refit.protocol.channel import (
@@ -87,11 +88,13 @@ class Quorum:
         least: Receivers that have to load the version.
         silence_s: Seconds without a message that is waited for, after which one is lost.
         obstacle: Why the transport cannot go on without one; empty if it can.
+        per_engine: Receivers of one engine, which are lost together.
     """
 
     least: int
     silence_s: float
     obstacle: str = ""
+    per_engine: int = 1
 
 
 class Receivers:
@@ -138,14 +141,23 @@ class Receivers:
         self.bases: dict[int, int | None] = {}
         self.held: dict[int, int | None] = {}
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that take part."""
+        return tuple(self._channels)
+
     def send(self, message: Message) -> None:
         """Send a message to all."""
-        for rank in list(self._channels):
+        for rank in self.ranks:
+            if rank not in self._channels:
+                continue  # it was lost with another one
             with self._dropping(rank):
                 self._channels[rank].send(message, self._send_limit(rank))
 
     def send_offer(self, rank: int, offer: Offer, descriptors: list[int]) -> None:
         """Send an offer to one receiver, and the file descriptors that belong to it."""
+        if rank not in self._channels:
+            return  # it was lost with another one
         with self._dropping(rank):
             channel, limit = self._channels[rank], self._send_limit(rank)
             channel.send(offer, limit)
@@ -196,7 +208,8 @@ class Receivers:
     ) -> bool:
         began_at = time.monotonic()
         with selectors.DefaultSelector() as selector:
-            for rank, channel in self._channels.items():
+            registered = dict(self._channels)
+            for rank, channel in registered.items():
                 selector.register(channel, selectors.EVENT_READ, rank)
             if until is not None:
                 selector.register(until, selectors.EVENT_READ)
@@ -204,47 +217,53 @@ class Receivers:
                 left = self._deadline.remaining(
                     waited_for, rank=min(ranks), bucket=bucket, tensor=tensor
                 )
-                left = min(left, self._drop_silent(ranks, waited_for, selector, began_at))
+                left = min(left, self._drop_silent(ranks, waited_for, began_at))
                 interrupted = False
                 for key, _ in poll_briefly(partial(selector.select, 0)) or selector.select(left):
                     if key.fileobj is until:
                         interrupted = True
                         continue
-                    self._receive(key.data)
-                    if key.data not in self._channels:
-                        selector.unregister(key.fileobj)
+                    if key.data in self._channels:
+                        self._receive(key.data)
+                for rank in registered.keys() - self._channels.keys():
+                    selector.unregister(registered.pop(rank))
                 # After the receivers' messages, which a flood of connections must not hold up.
                 if interrupted and missing():
                     return False
         return True
 
-    def _drop_silent(
-        self,
-        ranks: set[int],
-        waited_for: str,
-        selector: selectors.BaseSelector,
-        began_at: float,
-    ) -> float:
+    def _drop_silent(self, ranks: set[int], waited_for: str, began_at: float) -> float:
         """Drop those that are silent for too long; return in how many seconds to look again."""
-        if not self._may_drop:
-            return math.inf
         now, limit = time.monotonic(), self._quorum.silence_s
-        silent = {rank: now - max(began_at, self._heard_at.get(rank, began_at)) for rank in ranks}
+        silent = {
+            rank: now - max(began_at, self._heard_at.get(rank, began_at))
+            for rank in ranks
+            if self._may_drop(rank)
+        }
+        if not silent:
+            return math.inf
         for rank in sorted(silent):
-            if silent[rank] >= limit and self._may_drop:
-                selector.unregister(self._channels[rank])
+            if silent[rank] >= limit:
                 self._drop(rank, RefitTimeoutError(f"no {waited_for} within {limit:g} s"))
                 # Nobody may be missing any more.
                 return 0.0
         return max(0.0, limit - max(silent.values()))
 
-    @property
-    def _may_drop(self) -> bool:
-        return not self._quorum.obstacle and len(self._channels) > self._quorum.least
+    def _may_drop(self, rank: int) -> bool:
+        left = self._channels.keys() - self._engine_of(rank)
+        return not self._quorum.obstacle and len(left) >= self._quorum.least
+
+    def _engine_of(self, rank: int) -> range:
+        return engine_of(rank, self._quorum.per_engine)
 
     def _drop(self, rank: int, reason: Exception) -> None:
-        """Go on without a receiver; it cannot commit, as it is never told that all have loaded."""
-        said = str(reason)
+        """Go on without a receiver's engine, which cannot commit: it never learns that all have."""
+        self._leave_out(rank, str(reason))
+        for fellow in self._engine_of(rank):
+            if fellow in self._channels:
+                self._leave_out(fellow, lost_with(rank, str(reason)))
+
+    def _leave_out(self, rank: int, said: str) -> None:
         self._dropped[rank] = said
         logger.warning("version %d goes on without receiver %d: %s", self._version, rank, said)
         channel = self._channels.pop(rank)
@@ -258,7 +277,8 @@ class Receivers:
 
     def _send_limit(self, rank: int) -> Deadline:
         left = self._deadline.remaining("room for a message", rank=rank)
-        return Deadline(min(left, self._quorum.silence_s)) if self._may_drop else self._deadline
+        may_drop = self._may_drop(rank)
+        return Deadline(min(left, self._quorum.silence_s)) if may_drop else self._deadline
 
     @contextmanager
     def _dropping(self, rank: int) -> Generator[None]:
@@ -268,16 +288,16 @@ class Receivers:
         except ChannelClosed as error:
             self._lose(rank, f"the receiver is gone: {error}", error)
         except RefitTimeoutError as error:
-            if not self._may_drop:
+            if not self._may_drop(rank):
                 raise
             self._drop(rank, error)
 
     def _lose(self, rank: int, reason: str, cause: Exception) -> None:
-        if self._may_drop:
+        if self._may_drop(rank):
             self._drop(rank, RefitError(reason))
             return
         quorum = self._quorum
-        if len(self._channels) > quorum.least:
+        if quorum.obstacle and len(self._channels) > quorum.least:
             reason = f"{reason}; {quorum.obstacle}"
         bucket = self._last_loaded[rank] + 1
         raise RefitError(reason, rank=rank, bucket=bucket) from cause

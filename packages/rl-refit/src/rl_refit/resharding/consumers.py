@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_refit.plan import Metadata, read_specs
 from rl_refit.resharding.accesses import Access, conflicts
-from rl_refit.resharding.exchange import Want
+from rl_refit.resharding.messages import Want
 from rl_refit.resharding.slices import Box
 from rl_refit.resharding.views import NoSlicesError, slices_of
 

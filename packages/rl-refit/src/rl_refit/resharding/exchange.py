@@ -4,11 +4,13 @@ Every member of the group, trainers and engines, makes an `Exchange` of what it 
 refit is then, on every member:
 
     begin(v)      the engine's weights are about to be overwritten
-    transfer(v)   for each round: receive, pack and send, wait, unpack; then digests; then an
-                  agreement of all members that every digest was right
+    transfer(v)   who has what was sent last; for each round: receive, pack and send, wait, unpack;
+                  then digests; then an agreement of all members that every digest was right
     commit(v)     the weights of v are valid
 
-In a round a rank sends each of its receivers one packed message. A rank that fails says so in the
+In a round a rank sends each of its receivers one packed message. A slice whose receiver has what
+was sent last travels as a patch (`bases`), so that the sizes of its message are sent before it. A
+rank that fails says so in the
 agreement if it gets there; otherwise the others' waits end at their limit, or when its connections
 break. After a failure the receivers are poisoned (see `rl_refit.protocol`) and messages may be
 under way: make a new process group and a new `Exchange`.
@@ -17,11 +19,13 @@ under way: make a new process group and a new `Exchange`.
 # torch annotates its distributed functions only in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportUnknownLambdaType=false
 
 from __future__ import annotations
 
 import datetime
+import math
+import secrets
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,24 +42,14 @@ from rl_refit.errors import PlanMismatchError, RefitError, VerificationError
 from rl_refit.plan import TensorSpec, dtype_name, parse_dtype
 from rl_refit.protocol import WeightVersion
 from rl_refit.protocol.waiting import Deadline
+from rl_refit.resharding.bases import Bases
 from rl_refit.resharding.digest import add_digests, shard_digest
 from rl_refit.resharding.layouts import Shard, merge_ranks
+from rl_refit.resharding.messages import Flow, SharedBases, SliceMessages, Want
 from rl_refit.resharding.planner import ReshardPlan, plan_pieces
 from rl_refit.resharding.slices import Box
+from rl_refit.sender import check_delta
 from rl_refit.source import WeightMeta
-
-
-class Want(NamedTuple):
-    """A slice that this rank consumes, and where it goes."""
-
-    name: str
-    """Of the trainer's tensor."""
-    shape: tuple[int, ...]
-    """Of the full tensor."""
-    box: Box
-    data: torch.Tensor
-    """The place, of the box's shape: a view into the engine's parameter, whose dtype is sent."""
-
 
 Held = Mapping[str, Shard | Sequence[Shard]]
 """What a rank holds of each tensor, by name: one shard, or several disjoint ones."""
@@ -64,6 +58,10 @@ Wanted = Sequence[Want] | Callable[[list[WeightMeta]], Sequence[Want]]
 
 Slices = list[tuple[str, tuple[int, ...], Box, str]]
 """Name, full shape, box and dtype of each slice that a rank holds or wants, as it says to all."""
+
+
+class MemberLostError(RefitError):
+    """A member of the group did not do its part: its connection has broken."""
 
 
 class _Message(NamedTuple):
@@ -77,6 +75,10 @@ class _Message(NamedTuple):
 _TAG = 0
 """Messages between two ranks are in the same order on both."""
 
+_NUMBER_BITS = 60
+"""Of the numbers of transfers: so many that no two are equal."""
+_LEAST = -(1 << 62)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeReport:
@@ -88,6 +90,9 @@ class ExchangeReport:
         bytes_received: Without headers.
         peak_bytes: The most that its messages took at once, beside the tensors themselves.
         num_rounds: In which this rank took part.
+        bytes_full: What it would have sent and received if no slice had been a patch.
+        changed: Share of the 16-bit words that had changed in the slices that it sent as patches;
+            None if it sent none so.
     """
 
     version: int
@@ -95,6 +100,8 @@ class ExchangeReport:
     bytes_received: int
     peak_bytes: int
     num_rounds: int
+    bytes_full: int
+    changed: float | None
 
 
 class Exchange:
@@ -111,6 +118,9 @@ class Exchange:
             largest layer, at most 256 MiB or a row.
         timeout_s: Limit of the construction, and of each transfer, in seconds.
         device: Of the messages; None: the CPU. NCCL needs a GPU.
+        silence_s: Limit of each wait for other members, in seconds; None: that of all together.
+        bases: What this rank keeps of its last transfer, over several exchanges. With `sent`,
+            receivers that have it get what has changed alone; that needs messages in host memory.
 
     Raises:
         PlanMismatchError: Ranks disagree on a tensor's shape or wire dtype, a wanted slice is not
@@ -127,8 +137,16 @@ class Exchange:
         round_bytes: int | None = None,
         timeout_s: float = 300.0,
         device: torch.device | str | None = None,
+        silence_s: float | None = None,
+        bases: Bases | None = None,
     ) -> None:
         self._timeout_s, self._device = timeout_s, torch.device(device or "cpu")
+        self._silence_s = math.inf if silence_s is None else silence_s
+        self._bases = Bases() if bases is None else bases
+        if self._bases.sent is not None:
+            check_delta("digest", self._device)
+        # Of the transfer before the first.
+        self._number = 0
         self._backend: Backend | None = _backend_of(group, self._device)
         del group  # the traceback of an error has this frame
         self._rank = self._group.rank()
@@ -142,6 +160,14 @@ class Exchange:
         except BaseException:
             self.close()
             raise
+        self._messages = SliceMessages(
+            self.plan,
+            self._rank,
+            device=self._device,
+            held=self._held,
+            wants=self._wants,
+            bases=self._bases,
+        )
         pieces = self.plan.pieces
         self._own = np.flatnonzero(
             (pieces.sender == self._rank) | (pieces.receiver == self._rank)
@@ -160,7 +186,7 @@ class Exchange:
             )
             if before != now:
                 raise ValueError(f"{name}: this rank held {before} and now {now}")
-        self._held = listed
+        self._held = self._messages.held = listed
 
     def begin(self, version: int) -> None:
         """Open a refit; see `WeightVersion.begin`."""
@@ -213,120 +239,151 @@ class Exchange:
 
     def _run(self, version: int, deadline: Deadline) -> ExchangeReport:
         pieces, sent, received, peak, num_rounds = self.plan.pieces, 0, 0, 0, 0
-        sums: dict[tuple[int, int], int] = {}
+        shared = self._compare_bases(deadline)
+        self._messages.begin(shared)
+        self._bases.received = None
         for _, members in groupby(self._own, key=lambda index: int(pieces.round[index])):
-            messages = self._run_round(list(members), sums, deadline)
-            out = sum(data.numel() for (_, is_out), data in messages.items() if is_out)
-            into = sum(data.numel() for (_, is_out), data in messages.items() if not is_out)
+            flows = self._run_round(list(members), deadline)
+            out = sum(flow.data.numel() for flow in flows if flow.is_out)
+            into = sum(flow.data.numel() for flow in flows if not flow.is_out)
             sent, received, peak = sent + out, received + into, max(peak, out + into)
             num_rounds += 1
-        problem = self._verify(sums, deadline)
-        self._agree(version, problem, deadline)
+        differs = self._verify(self._messages.digests, deadline)
+        problem = self._messages.problem or differs
+        number = self._agree(version, problem, shared.own[0], deadline)
+        self._bases.mark(number)
         return ExchangeReport(
             version=version,
             bytes_sent=sent,
             bytes_received=received,
             peak_bytes=peak,
             num_rounds=num_rounds,
+            bytes_full=self._full_bytes,
+            changed=self._messages.traffic.changed,
         )
 
-    def _run_round(
-        self, members: list[int], sums: dict[tuple[int, int], int], deadline: Deadline
-    ) -> dict[tuple[int, bool], torch.Tensor]:
-        """Exchange the pieces of one round; return the messages, by peer and whether it is sent."""
+    @property
+    def _full_bytes(self) -> int:
         pieces = self.plan.pieces
-        flows: dict[tuple[int, bool], list[int]] = {}
-        for index in members:
-            # A rank that is both has one flow each way with itself, which no message carries.
-            if int(pieces.sender[index]) == self._rank:
-                flows.setdefault((int(pieces.receiver[index]), True), []).append(index)
-            if int(pieces.receiver[index]) == self._rank:
-                flows.setdefault((int(pieces.sender[index]), False), []).append(index)
-        messages: dict[tuple[int, bool], torch.Tensor] = {}
-        operations: list[_Message] = []
-        for (peer, is_out), indices in flows.items():
-            size = int(pieces.nbytes[indices].sum())
-            data = messages[peer, is_out] = torch.empty(
-                size, dtype=torch.uint8, device=self._device
-            )
-            if is_out:
-                self._pack(indices, data, sums)
-            if peer != self._rank:
-                operations.append(_Message(peer, data, is_out))
-        self._wait_all(operations, deadline)
-        if (self._rank, False) in messages:
-            messages[self._rank, False] = messages[self._rank, True]
-        for (peer, is_out), indices in flows.items():
-            if not is_out:
-                self._unpack(indices, messages[peer, False])
-        return messages
+        is_own = (pieces.sender == self._rank, pieces.receiver == self._rank)
+        return sum(int(pieces.nbytes[each].sum()) for each in is_own)
+
+    def _compare_bases(self, deadline: Deadline) -> SharedBases:
+        """Exchange with each peer what both have of the transfer before."""
+        own = torch.tensor(self._bases.numbers(), device=self._device)
+        pieces = self.plan.pieces
+        ranks = np.unique(np.r_[pieces.sender[self._own], pieces.receiver[self._own]]).tolist()
+        theirs = {rank: torch.zeros_like(own) for rank in ranks if rank != self._rank}
+        messages = [_Message(peer, own, True) for peer in theirs]
+        messages += [_Message(peer, data, False) for peer, data in theirs.items()]
+        self._wait_all(messages, deadline)
+        return SharedBases(
+            own=_pair(own), theirs={peer: _pair(data) for peer, data in theirs.items()}
+        )
+
+    def _keep_sent(self) -> bool:
+        """Keep a copy of what was sent; return whether it differs from what was sent before."""
+        if self._rank not in self.plan.senders:
+            return False
+        if self._bases.sent is None:
+            return True
+        return self._bases.sent.update(self._held, self.plan.specs)
+
+    def _run_round(self, members: list[int], deadline: Deadline) -> list[Flow]:
+        """Exchange the pieces of one round; return what went to and from each peer."""
+        messages = self._messages
+        flows = messages.flows(members)
+        outgoing = [flow for flow in flows if flow.is_out]
+        incoming = [flow for flow in flows if not flow.is_out]
+        for flow in outgoing:
+            messages.pack(flow)
+        self._exchange_sizes([flow for flow in flows if flow.is_delta], deadline)
+        own = next((flow for flow in outgoing if flow.peer == self._rank), None)
+        for flow in incoming:
+            if flow.peer == self._rank:
+                assert own is not None
+                flow.data = own.data
+            else:
+                flow.data = messages.room(flow)
+        self._wait_all(
+            [
+                _Message(flow.peer, flow.data, flow.is_out)
+                for flow in flows
+                if flow.peer != self._rank
+            ],
+            deadline,
+        )
+        for flow in incoming:
+            messages.unpack(flow)
+        return flows
+
+    def _exchange_sizes(self, flows: list[Flow], deadline: Deadline) -> None:
+        """Learn how large the slices are that arrive, of flows with patches."""
+        sizes = {
+            id(flow): torch.tensor(flow.sizes, dtype=torch.int64, device=self._device)
+            for flow in flows
+        }
+        messages = [_Message(flow.peer, sizes[id(flow)], flow.is_out) for flow in flows]
+        self._wait_all(messages, deadline)
+        for flow in flows:
+            if not flow.is_out:
+                self._messages.resize(flow, sizes[id(flow)].tolist())
 
     def _wait_all(self, operations: list[_Message], deadline: Deadline) -> None:
         if not operations:
             return
-        peers = sorted({operation.peer for operation in operations})
-        # Or NCCL would wait for each before it starts the next, on both sides of a pair.
-        is_one = self._group.supports_coalescing
-        try:
-            if is_one:
-                self._group._start_coalescing()
-            works = [self._start(operation) for operation in operations]
-            if is_one:
-                works = [self._group._end_coalescing()]
-        except RuntimeError as error:
-            raise RefitError(f"cannot reach ranks {peers}: {error}") from error
-        named = [",".join(map(str, peers))] if is_one else [each.peer for each in operations]
-        for work, peer in zip(works, named, strict=True):
-            self._wait(work, f"message of or to rank {peer}", deadline)
+        if not self._group.supports_coalescing:
+            works = [(self._start(each), _waited_for(each.peer)) for each in operations]
+        else:
+            # Or NCCL would wait for each before it starts the next, on both sides of a pair.
+            waited_for = _waited_for(*sorted({each.peer for each in operations}))
+            works = [(self._started(lambda: self._start_all(operations), waited_for), waited_for)]
+        self._wait(works, deadline)
 
     def _start(self, message: _Message) -> dist.Work:
         call = self._group.send if message.is_out else self._group.recv
-        return call([message.data], message.peer, _TAG)
+        return self._started(
+            lambda: call([message.data], message.peer, _TAG), _waited_for(message.peer)
+        )
 
-    def _wait(self, work: dist.Work, waited_for: str, deadline: Deadline) -> None:
-        left = deadline.remaining(waited_for)
+    def _start_all(self, messages: list[_Message]) -> dist.Work:
+        self._group._start_coalescing()
+        for message in messages:
+            self._start(message)
+        return self._group._end_coalescing()
+
+    def _started(self, call: Callable[[], dist.Work], waited_for: str) -> dist.Work:
         try:
-            work.wait(datetime.timedelta(seconds=left))
+            return call()
+        except RefitError:
+            raise
         except RuntimeError as error:
-            deadline.remaining(waited_for)  # raises if it was the limit
-            raise RefitError(f"{waited_for} failed: {error}") from error
+            raise MemberLostError(f"{waited_for} cannot start: {error}") from error
 
-    def _pack(
-        self, indices: list[int], message: torch.Tensor, sums: dict[tuple[int, int], int]
-    ) -> None:
-        """Copy slices into a message in the wire dtype; add their digests to `sums`."""
-        for index, room in zip(indices, self._split(indices, message), strict=True):
-            spec, box = self._spec(index), self.plan.box(index)
-            # A piece is of one box that is held.
-            shard = next(each for each in self._held[spec.name] if each.box.contains(box))
-            # The copy casts, so that a narrower wire dtype means fewer bytes.
-            room.copy_(box.relative_to(shard.box).view_of(shard.data))
-            key = int(self.plan.pieces.receiver[index]), int(self.plan.pieces.tensor[index])
-            sums[key] = add_digests([sums.get(key, 0), shard_digest(room, spec.name, box)])
+    def _wait(self, works: list[tuple[dist.Work, str]], deadline: Deadline) -> None:
+        """Wait for all, and let go of them.
 
-    def _unpack(self, indices: list[int], message: torch.Tensor) -> None:
-        for index, room in zip(indices, self._split(indices, message), strict=True):
-            name, box = self._spec(index).name, self.plan.box(index)
-            for want in self._wants.get(name, ()):
-                # Of several places for the same box, or of overlapping boxes, each gets it.
-                if common := want.box.intersect(box):
-                    place = common.relative_to(want.box).view_of(want.data)
-                    place.copy_(common.relative_to(box).view_of(room))
-
-    def _split(self, indices: list[int], message: torch.Tensor) -> list[torch.Tensor]:
-        """Return each piece's view of a message, of its shape and dtype.
-
-        The pieces are in the order of falling item sizes, so that every view is aligned.
+        Args:
+            works: With what each waits for.
+            deadline: Of all of them.
         """
-        ordered = sorted(indices, key=lambda index: -self._spec(index).dtype.itemsize)
-        views: dict[int, torch.Tensor] = {}
-        start = 0
-        for index in ordered:
-            size = int(self.plan.pieces.nbytes[index])
-            flat = message[start : start + size].view(self._spec(index).dtype)
-            views[index] = flat.view(self.plan.box(index).shape)
-            start += size
-        return [views[index] for index in indices]
+        # A traceback keeps what its frames name, and a work of gloo the connections: the others
+        # would not learn that this rank has failed.
+        work: dist.Work | None = None
+        try:
+            while works:
+                work, waited_for = works.pop(0)
+                left = deadline.remaining(waited_for)
+                limit = Deadline(min(left, self._silence_s))
+                try:
+                    work.wait(datetime.timedelta(seconds=limit.seconds))
+                except RuntimeError as error:
+                    for each in (deadline, limit):
+                        each.remaining(waited_for)  # raises if it was the limit
+                    raise MemberLostError(f"{waited_for} failed: {error}") from error
+        finally:
+            works.clear()
+            del work
 
     def _verify(self, sums: dict[tuple[int, int], int], deadline: Deadline) -> str:
         """Exchange the digests of what was sent; return what differs, or ""."""
@@ -379,20 +436,37 @@ class Exchange:
                 totals[tensor] = add_digests([totals.get(tensor, 0), value])
         return {self.plan.specs[tensor].name: value for tensor, value in totals.items()}
 
-    def _agree(self, version: int, problem: str, deadline: Deadline) -> None:
-        """Return if all members have one version and none has a problem, raise on all otherwise."""
-        mine = [self._rank if problem else -1, version, -version]
+    def _agree(self, version: int, problem: str, sent_before: int, deadline: Deadline) -> int:
+        """Return if all members have one version and none has a problem, raise on all otherwise.
+
+        Args:
+            version: Of the weights.
+            problem: What is wrong on this rank, or "".
+            sent_before: The transfer of which this rank had copies, -1 for none.
+            deadline: Of the transfer.
+
+        Returns:
+            The number of this transfer: that of the one before, if senders have sent the same bits.
+        """
+        self._number += 1
+        before = [sent_before, -sent_before] if self._rank in self.plan.senders else [_LEAST] * 2
+        mine = [self._rank if problem else -1, version, -version, int(self._keep_sent()), *before]
         worst = torch.tensor(mine, device=self._device)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
-        self._wait(self._group.allreduce([worst], options), "agreement of all ranks", deadline)
+        waited_for = "agreement of all ranks"
+        works = [
+            (self._started(lambda: self._group.allreduce([worst], options), waited_for), waited_for)
+        ]
+        self._wait(works, deadline)
         if problem:
             raise VerificationError(problem)
-        rank, newest, oldest = worst.tolist()
+        rank, newest, oldest, has_changed, last, first = worst.tolist()
         if rank >= 0:
             raise VerificationError(f"what rank {rank} received differs from what was sent to it")
         if newest != -oldest:
             raise RefitError(f"ranks transfer different versions, from {-oldest} to {newest}")
+        return last if last == -first >= 0 and not has_changed else self._number
 
     def _make_plan(
         self, wanted: Wanted, round_bytes: int | None, deadline: Deadline
@@ -401,6 +475,7 @@ class Exchange:
         self._wanted = list(wanted(_metadata(offered)) if callable(wanted) else wanted)
         for want in self._wanted:
             self._wants[want.name].append(want)
+        self._bases.use([(each.name, each.box, each.data) for each in self._wanted])
         plan = _plan(offered, self._gather_wanted(deadline), round_bytes)
         self._require_same(plan, deadline)
         return plan
@@ -433,12 +508,16 @@ class Exchange:
         return [msgspec.msgpack.decode(each, type=Slices) for each in gathered]
 
     def _require_same(self, plan: ReshardPlan, deadline: Deadline) -> None:
-        for rank, other in enumerate(self._gather(plan.hash.encode(), deadline)):
-            if other.decode() != plan.hash:
+        """Raise unless all have this plan; agree on a number that no other exchange has."""
+        mine = msgspec.msgpack.encode((plan.hash, secrets.randbits(_NUMBER_BITS)))
+        for rank, encoded in enumerate(self._gather(mine, deadline)):
+            other, number = msgspec.msgpack.decode(encoded, type=tuple[str, int])
+            if other != plan.hash:
                 raise PlanMismatchError(
-                    f"rank {rank} has computed the plan {other.decode()[:16]}, this one "
+                    f"rank {rank} has computed the plan {other[:16]}, this one "
                     f"{plan.hash[:16]}: do they have the same round_bytes and numpy?"
                 )
+            self._number = (self._number + number) % (1 << _NUMBER_BITS)
 
     def _gather(self, mine: bytes, deadline: Deadline) -> list[bytes]:
         """Return what each member gives, in the order of ranks.
@@ -458,10 +537,20 @@ class Exchange:
         return [row[:size].cpu().numpy().tobytes() for row, size in pairs]
 
     def _all_gather(self, rows: list[torch.Tensor], own: torch.Tensor, deadline: Deadline) -> None:
-        self._wait(self._group.allgather([rows], [own]), "offer of all ranks", deadline)
+        waited_for = "offer of all ranks"
+        works = [
+            (self._started(lambda: self._group.allgather([rows], [own]), waited_for), waited_for)
+        ]
+        self._wait(works, deadline)
 
-    def _spec(self, piece: int) -> TensorSpec:
-        return self.plan.specs[int(self.plan.pieces.tensor[piece])]
+
+def _waited_for(*ranks: int) -> str:
+    return f"message of or to rank {','.join(map(str, ranks))}"
+
+
+def _pair(data: torch.Tensor) -> tuple[int, int]:
+    one, other = data.tolist()
+    return one, other
 
 
 def _backend_of(group: dist.ProcessGroup | Backend | None, device: torch.device) -> Backend:

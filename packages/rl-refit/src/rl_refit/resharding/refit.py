@@ -1,16 +1,21 @@
 """A refit without a full gather, under the commit protocol of `rl_refit.protocol`.
 
-Trainer rank 0 has a `RefitSender` whose only tensor is an invitation to a process group of all
-trainers and engines. What the protocol promises holds: the receivers are authenticated, a version
-is committed after all have loaded it, a failure is reported to all and poisons. The slices go
+Trainer rank 0 has a `RefitSender` whose tensors are invitations to a process group of all trainers
+and engines. What the protocol promises holds: the receivers are authenticated, a version is
+committed after all have loaded it, a failure is reported to all and poisons. The slices go
 through an `Exchange` over that group, while the receivers load the invitation:
 
     trainer 0    send(v): begin, invite the receivers, invite the trainers, exchange, all loaded
-    trainers     send(v): wait for the invitation, exchange
+    trainers     send(v): wait for the invitation, exchange, wait for its outcome
     engines      begin(v), receive(v, load), where `load` gets the invitation: exchange, load
 
 A group and its exchange last until a refit fails; the next one is over a new group. Ranks in the
 exchange's errors are those of the group: the trainers, then the receivers.
+
+With `min_receivers` there are several invitations, each in a bucket of its own. If an engine is
+lost, the exchange breaks off at all members; those that live say that they have "loaded" the
+invitation, the sender drops the others, and the next invitation is to a group without them. Those
+that are left over, once an exchange has succeeded, say that it is over.
 """
 
 # torch annotates its distributed functions only in part.
@@ -20,39 +25,49 @@ exchange's errors are those of the group: the trainers, then the receivers.
 from __future__ import annotations
 
 import datetime
+import logging
 import secrets
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TypedDict, Unpack
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from rl_refit.ends.outbound import Connections, OutboundStream
+from rl_refit.ends.membership import Membership
+from rl_refit.ends.outbound import Connections, NamedTensors, OutboundStream
 from rl_refit.errors import RefitError
+from rl_refit.plan import Bucket, align
 from rl_refit.protocol.channel import Channel, ChannelClosed, Filled
-from rl_refit.protocol.waiting import Closing, Deadline, run_bounded
+from rl_refit.protocol.waiting import Closing, Deadline
 from rl_refit.report import RefitReport
-from rl_refit.resharding.exchange import Exchange, ExchangeReport, Held, Wanted
-from rl_refit.sender import RefitSender
-from rl_refit.source import WeightMeta
-from rl_refit.transports.collective import (
-    GroupGrant,
-    ProcessGroup,
-    join_group,
-    serve_store,
+from rl_refit.resharding.exchange import ExchangeReport, Held, MemberLostError, Wanted
+from rl_refit.resharding.members import (
+    LOSSES,
+    MARGIN_S,
+    Invitation,
+    SliceMember,
+    Word,
+    decode_word,
+    encode_word,
 )
+from rl_refit.sender import RefitSender, check_delta
+from rl_refit.source import WeightMeta
+from rl_refit.transports.collective import GroupGrant, serve_store
+
+logger = logging.getLogger(__name__)
 
 INVITATION = "rl_refit.resharding.invitation"
-"""The name of the tensor with which a refit by slices is announced to an engine."""
+"""The tensors with which a refit by slices is announced to an engine have this name, and a number.
+"""
 
 _BYTES = 1024
+_BYTES_PER_RECEIVER = 8
 """Of every invitation, so that it can be planned."""
-_MARGIN_S = 5.0
-"""Waits for another member may take so much longer than its own, so that its error comes first."""
-
+_MOST_ATTEMPTS = 4
+"""Of one refit, if engines are lost in one after the other."""
 Shards = Callable[[], Held]
 
 
@@ -73,6 +88,19 @@ class ReshardSender(Closing):
         device: Of the messages: a GPU to exchange them over NCCL, the CPU for gloo.
         round_bytes: See `Exchange`; equal on all trainer ranks and receivers.
         timeout_s: Limit of one `send`, in seconds.
+        min_receivers: How many receivers have to hold a version before it can be committed, see
+            `RefitSender`. If one is lost in a refit, the others receive it anew without its engine;
+            the transport has to survive that, as "shm" and "chain" do.
+        receiver_timeout_s: See `RefitSender`. While slices are exchanged, every wait for another
+            member has this limit, and so has the wait for those that live after it.
+        receivers_per_engine: Receivers of one engine, see `RefitSender`.
+        delta: Send a slice that its receiver has as what has changed in it since the refit before,
+            bit by bit. Each trainer rank then keeps a copy of its shards in host memory, if it has
+            room for it; engines keep what has arrived in the places of their slices. Equal on all
+            trainer ranks. Worth it where the network is slower than memory.
+
+    Raises:
+        ValueError: An argument is out of range, or `delta` is set with messages on a GPU.
 
     Attributes:
         report: Of the last exchange; None before.
@@ -89,33 +117,64 @@ class ReshardSender(Closing):
         device: torch.device | str = "cpu",
         round_bytes: int | None = None,
         timeout_s: float = 300.0,
+        min_receivers: int | None = None,
+        receiver_timeout_s: float | None = None,
+        receivers_per_engine: int = 1,
+        delta: bool = False,
     ) -> None:
         if num_receivers < 1:
             raise ValueError(f"num_receivers={num_receivers} is not positive")
+        members = Membership(
+            num_receivers,
+            min_receivers=min_receivers,
+            timeout_s=timeout_s,
+            receiver_timeout_s=receiver_timeout_s,
+            per_engine=receivers_per_engine,
+        )
+        # Each attempt but the last one loses an engine.
+        num_losses = members.num_dispensable // receivers_per_engine
+        self._num_attempts = min(1 + num_losses, _MOST_ATTEMPTS)
+        self._silence_s = members.silence_s if num_losses else None
         self._shards, self._trainers = shards, trainers
         self._num_trainers = 1 if trainers is None else trainers.size()
         self._rank = 0 if trainers is None else trainers.rank()
         self._num_receivers, self._host = num_receivers, host
         self._device, self._timeout_s = torch.device(device), timeout_s
-        self._member = SliceMember(device=device, round_bytes=round_bytes, timeout_s=timeout_s)
+        if delta:
+            check_delta("digest", self._device)
+        self._member = SliceMember(
+            device=device, round_bytes=round_bytes, timeout_s=timeout_s, delta=delta
+        )
         self.report: ExchangeReport | None = None
         self._sent_version: int | None = None
         self._control: RefitSender | None = None
         if self._rank == 0:
             self._control = _InvitingSender(
-                _Invitations(self._invite),
+                _Invitations(self._invite, self._num_attempts, self._num_bytes),
                 transport,
                 num_receivers,
+                bucket_bytes=self._num_bytes,
                 host=host,
                 timeout_s=timeout_s,
-                exchange=self._lead,
-                renew=self._leave,
+                min_receivers=min_receivers,
+                receiver_timeout_s=receiver_timeout_s,
+                receivers_per_engine=receivers_per_engine,
+                lead=self,
             )
         # Where members meet; releasing it ends the wait of those who still do.
         self._store: dist.Store | None = None
-        # Of rank 0, in the refit that is being sent.
+        # Of rank 0, in the refit that is being sent: to whom it goes, the last invitation, whether
+        # an exchange has succeeded, whether the other trainers wait for a word, and how many
+        # invitations may follow.
+        self._members: tuple[int, ...] = ()
         self._invitation: Invitation | None = None
-        self._has_announced = False
+        self._is_over = False
+        self._is_awaited = False
+        self._num_left = 0
+
+    @property
+    def _num_bytes(self) -> int:
+        return align(_BYTES + _BYTES_PER_RECEIVER * self._num_receivers)
 
     @property
     def address(self) -> dict[str, str | int]:
@@ -128,10 +187,14 @@ class ReshardSender(Closing):
             raise RefitError(f"trainer rank {self._rank} has no address: take that of rank 0")
         return self._control.address
 
-    def send(self, version: int) -> RefitReport | None:
+    def send(self, version: int, *, receivers: Collection[int] | None = None) -> RefitReport | None:
         """Send the slices; return once every engine has verified and, at rank 0, loaded them.
 
         Collective over the trainers.
+
+        Args:
+            version: Of the weights.
+            receivers: See `RefitSender.send`; at rank 0. Not empty.
 
         Returns:
             At rank 0, the report of the control messages; `report` has the exchange's.
@@ -140,17 +203,21 @@ class ReshardSender(Closing):
             RefitError: A receiver or a trainer failed, or did not answer in time. No version can be
                 committed; call again, on all ranks.
         """
-        self._sent_version, self._has_announced = None, False
+        if receivers is not None and not receivers:
+            raise ValueError("receivers=[]: slices are sent to somebody")
+        self._sent_version = None
         try:
             if self._control is None:
                 self._follow(version)
                 sent = None
             else:
-                sent = self._control.send(version)
+                self._is_over, self._is_awaited = False, True
+                self._num_left = self._num_attempts
+                sent = self._control.send(version, receivers=receivers)
         except BaseException as error:
-            self._leave()
-            if isinstance(error, Exception) and self._control and not self._has_announced:
-                self._announce(None)  # the other trainers wait for it
+            self.leave()
+            if isinstance(error, Exception) and self._is_awaited:
+                self._announce("the refit has failed at trainer rank 0")
             raise
         self._sent_version = version
         return sent
@@ -170,17 +237,33 @@ class ReshardSender(Closing):
 
     def close(self) -> None:
         """Release the group, the connections and the endpoint. May be called again."""
-        self._leave()
+        self.leave()
+        self._member.bases.close()
         if self._control is not None:
             self._control.close()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Leave the group: the next exchange is over a new one."""
         self._member.close()
         self._store = None
 
-    def _invite(self) -> Invitation:
-        """Return the invitation to the group of this refit: the current one, if it is intact."""
-        self._invitation = self._member.invitation or self._new_invitation()
+    def prepare(self, ranks: tuple[int, ...]) -> None:
+        """Note, at rank 0, who the next invitation is to."""
+        self._members = ranks
+
+    def _invite(self) -> Invitation | None:
+        """Return the invitation to the next exchange; None: an exchange has succeeded.
+
+        It is to the current group, if that is intact.
+        """
+        if self._is_over:
+            return None
+        current = self._member.invitation
+        if current is None or current.receivers != self._members:
+            self.leave()
+            current = self._new_invitation()
+        self._num_left -= 1
+        self._invitation = msgspec.structs.replace(current, num_left=self._num_left)
         return self._invitation
 
     def _new_invitation(self) -> Invitation:
@@ -192,21 +275,61 @@ class ReshardSender(Closing):
                 prefix=secrets.token_hex(16),
                 backend="nccl" if self._device.type == "cuda" else "gloo",
                 group_rank=0,
-                group_size=self._num_trainers + self._num_receivers,
+                group_size=self._num_trainers + len(self._members),
             ),
             num_trainers=self._num_trainers,
+            receivers=self._members,
+            silence_s=self._silence_s,
+            num_left=0,
         )
 
-    def _lead(self, version: int, watch: Callable[[], None]) -> None:
-        """Exchange at rank 0, once the receivers have been invited; `watch` raises if one fails."""
+    def lead(self, stream: InvitingStream, bucket: int) -> None:
+        """Exchange at rank 0, once the receivers have been invited by this bucket."""
+        if self._is_over:
+            return
         assert self._invitation is not None
-        self._has_announced = True
         self._announce(self._invitation)
-        self._transfer(self._invitation, version, watch)
+        receivers, invited = stream.receivers, self._members
+
+        def watch() -> None:
+            receivers.read_pending()
+            if receivers.ranks != invited:
+                raise MemberLostError("an engine was lost before the exchange")
+
+        failure: Exception | None = None
+        try:
+            self._transfer(self._invitation, stream.version, watch)
+        except LOSSES as error:
+            if self._num_attempts == 1:
+                raise
+            failure = error
+        if self._num_attempts > 1:
+            # They answer once they have left the exchange; who does not is dropped.
+            receivers.wait_loaded(stream.plan, bucket)
+        if receivers.ranks == invited:
+            if failure is not None:
+                raise failure
+            self._is_over = True
+            self._announce(None)
+            return
+        self.leave()
+        if not self._invitation.num_left:
+            raise RefitError(f"engines were lost in each of {self._num_attempts} attempts")
 
     def _follow(self, version: int) -> None:
-        """Exchange at another rank, once rank 0 has its receivers."""
-        self._transfer(self._await_invitation(), version)
+        """Exchange at another rank, whenever rank 0 invites to it, until it says it is over."""
+        failure: Exception | None = None
+        while isinstance(word := self._await_word(), Invitation):
+            failure = None
+            try:
+                self._transfer(word, version)
+            except Exception as error:
+                # Rank 0 repeats the exchange, or fails too; whatever it says is waited for.
+                failure = error
+        if failure is not None:
+            raise failure
+        if word is not None:
+            raise RefitError(f"{word}, before the exchange")
 
     def _transfer(
         self, invitation: Invitation, version: int, watch: Callable[[], None] = lambda: None
@@ -215,27 +338,24 @@ class ReshardSender(Closing):
             invitation, self._rank, version, held=self._shards(), watch=watch
         )
 
-    def _announce(self, invitation: Invitation | None) -> None:
-        """Send the invitation to the other trainers; None: this refit has failed."""
-        if self._trainers is not None:
-            self._broadcast(
-                torch.zeros(_BYTES, dtype=torch.uint8)
-                if invitation is None
-                else invitation.encode()
-            )
+    def _announce(self, word: Word) -> None:
+        """Send the other trainers an invitation, the reason of a failure, or None for success."""
+        if self._trainers is None:
+            return
+        # If they cannot be reached, there is nothing more to say.
+        self._is_awaited = False
+        self._broadcast(encode_word(word, self._num_bytes))
+        self._is_awaited = isinstance(word, Invitation)
 
-    def _await_invitation(self) -> Invitation:
-        data = self._broadcast(torch.zeros(_BYTES, dtype=torch.uint8))
-        if not data.any():
-            raise RefitError("the refit has failed at trainer rank 0, before the exchange")
-        return Invitation.decode(data)
+    def _await_word(self) -> Word:
+        return decode_word(self._broadcast(torch.zeros(self._num_bytes, dtype=torch.uint8)))
 
     def _broadcast(self, data: torch.Tensor) -> torch.Tensor:
         data = data.to(self._device)
         work = dist.broadcast(data, group=self._trainers, group_src=0, async_op=True)
         assert work is not None
         try:
-            work.wait(_timedelta(self._timeout_s + _MARGIN_S))
+            work.wait(_timedelta(self._timeout_s + MARGIN_S))
         except RuntimeError as error:
             raise RefitError(f"no invitation from trainer rank 0: {error}") from error
         return data.cpu()
@@ -266,12 +386,16 @@ class SliceReceiver(Closing):
         timeout_s: float = 300.0,
     ) -> None:
         self._rank = rank
+        self._received: int | None = None
         self._member = SliceMember(device=device, round_bytes=round_bytes, timeout_s=timeout_s)
 
     def receive(
         self, tensors: list[tuple[str, torch.Tensor]], version: int, wanted: Wanted
-    ) -> ExchangeReport:
-        """Receive a version's slices in their places.
+    ) -> ExchangeReport | None:
+        """Receive a version's slices in their places, or try to.
+
+        Where the sender goes on without engines that are lost, it is called several times in a
+        refit. What has arrived counts once the last bucket is loaded: see to it in `check`.
 
         Args:
             tensors: What `load` was called with.
@@ -279,155 +403,60 @@ class SliceReceiver(Closing):
             wanted: What this rank consumes, see `Exchange`; read if the group is new, as after a
                 failure, and kept otherwise.
 
+        Returns:
+            None if a member was lost, so that the sender repeats the exchange, or if this bucket
+            says that no repetition is needed.
+
         Raises:
             VerificationError: The digest of what has arrived is wrong, here or at another rank.
             RefitError: The exchange failed, or this is no sender of slices.
         """
-        names = [name for name, _ in tensors]
-        if names != [INVITATION]:
-            raise RefitError(f"the sender sends tensors, not slices: {', '.join(names[:3])}")
-        invitation = Invitation.decode(tensors[0][1])
-        return self._member.transfer(
-            invitation, invitation.num_trainers + self._rank, version, wanted=wanted
-        )
+        if not is_invitation(tensors):
+            names = [name for name, _ in tensors[:3]]
+            raise RefitError(f"the sender sends tensors, not slices: {', '.join(names)}")
+        word = decode_word(tensors[0][1])
+        if not isinstance(word, Invitation):
+            if self._received != version:
+                raise RefitError(f"version {version} has not arrived, and is not sent again")
+            return None
+        self._received = None
+        try:
+            report = self._member.transfer(
+                word, word.group_rank_of(self._rank), version, wanted=wanted
+            )
+        except LOSSES as error:
+            if not word.num_left:
+                raise
+            logger.warning("the exchange of version %d has broken off: %s", version, error)
+            return None
+        self._received = version
+        return report
 
     def close(self) -> None:
-        """Leave the group. May be called again."""
+        """Leave the group. May be called again; the places keep what they have received."""
         self._member.close()
 
 
-class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Names the group of a refit, to those who may join it.
-
-    Attributes:
-        group: With the rank of nobody in particular.
-        num_trainers: Their ranks in the group come first.
-    """
-
-    group: GroupGrant
-    num_trainers: int
-
-    def encode(self) -> torch.Tensor:
-        """Return the bytes that are sent, padded with zeros."""
-        data = msgspec.json.encode(self).ljust(_BYTES)
-        assert len(data) == _BYTES
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-    @classmethod
-    def decode(cls, data: torch.Tensor) -> Invitation:
-        """Return the invitation of these bytes, or raise `RefitError`."""
-        try:
-            return msgspec.json.decode(data.cpu().numpy().tobytes(), type=cls)
-        except msgspec.MsgspecError as error:
-            raise RefitError(f"no invitation to an exchange: {error}") from error
-
-
-class SliceMember(Closing):
-    """One rank's membership in the group, made anew after a failure.
-
-    Attributes:
-        invitation: To the group that this rank is in; None before the first, and after a failure.
-    """
-
-    def __init__(
-        self, *, device: torch.device | str, round_bytes: int | None, timeout_s: float
-    ) -> None:
-        Deadline(timeout_s)
-        self._device, self._round_bytes = torch.device(device), round_bytes
-        self._timeout_s = timeout_s
-        self.invitation: Invitation | None = None
-        self._group: ProcessGroup | None = None
-        self._exchange: Exchange | None = None
-
-    def transfer(
-        self,
-        invitation: Invitation,
-        rank: int,
-        version: int,
-        *,
-        held: Held | None = None,
-        wanted: Wanted = (),
-        watch: Callable[[], None] = lambda: None,
-    ) -> ExchangeReport:
-        """Join the group of an invitation, unless this rank is in it, and exchange the slices.
-
-        Args:
-            invitation: To the group.
-            rank: In the group.
-            version: Of the refit.
-            held: See `Exchange`.
-            wanted: See `Exchange`; read if the group is new.
-            watch: Called while members are waited for; its exception ends that wait.
-        """
-        try:
-            if self._exchange is None or self.invitation != invitation:
-                self.close()
-                exchange = self._join(invitation, rank, held or {}, wanted, watch)
-            else:
-                exchange = self._exchange
-                exchange.hold(held or {})
-            exchange.begin(version)
-            return exchange.transfer(version)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Leave the group. May be called again."""
-        group, self._group = self._group, None
-        exchange, self._exchange, self.invitation = self._exchange, None, None
-        if exchange is not None:
-            exchange.close()
-        if group is not None:
-            group.close()
-
-    def _join(
-        self,
-        invitation: Invitation,
-        rank: int,
-        held: Held,
-        wanted: Wanted,
-        watch: Callable[[], None],
-    ) -> Exchange:
-        grant = msgspec.structs.replace(invitation.group, group_rank=rank)
-        if (grant.backend == "nccl") != (self._device.type == "cuda"):
-            raise RefitError(f"the sender exchanges over {grant.backend}, this is {self._device}")
-        if rank >= grant.group_size:
-            raise RefitError(f"rank {rank} is not among the {grant.group_size} of the group")
-        host = _address_towards(grant.host, grant.port)
-        deadline = Deadline(self._timeout_s)
-        self._group = run_bounded(
-            lambda: join_group(
-                grant, host, self._device, deadline, limit_s=self._timeout_s + _MARGIN_S
-            ),
-            deadline,
-            "process group of trainers and engines",
-            watch=watch,
-            discard=ProcessGroup.close,
-        )
-        self._exchange = Exchange(
-            held,
-            wanted,
-            group=self._group.backend,
-            round_bytes=self._round_bytes,
-            timeout_s=self._timeout_s,
-            device=self._device,
-        )
-        self.invitation = invitation
-        return self._exchange
+def is_invitation(tensors: list[tuple[str, torch.Tensor]]) -> bool:
+    """Return whether a bucket announces slices."""
+    return bool(tensors) and tensors[0][0].startswith(INVITATION)
 
 
 class _Invitations:
-    """The source of the invitation."""
+    """The source of the invitations."""
 
-    def __init__(self, invite: Callable[[], Invitation]) -> None:
-        self._invite = invite
+    def __init__(self, invite: Callable[[], Invitation | None], number: int, nbytes: int) -> None:
+        self._invite, self._number, self._nbytes = invite, number, nbytes
 
     def metadata(self) -> list[WeightMeta]:
-        return [WeightMeta(INVITATION, torch.uint8, (_BYTES,))]
+        return [
+            WeightMeta(f"{INVITATION}.{index}", torch.uint8, (self._nbytes,))
+            for index in range(self._number)
+        ]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield INVITATION, self._invite().encode()
+        for each in self.metadata():
+            yield each.name, encode_word(self._invite(), self._nbytes)
 
 
 class _InvitingSender(RefitSender):
@@ -437,29 +466,44 @@ class _InvitingSender(RefitSender):
         transport: str,
         num_receivers: int,
         *,
-        host: str,
-        timeout_s: float,
-        exchange: Callable[[int, Callable[[], None]], None],
-        renew: Callable[[], None],
+        lead: ReshardSender,
+        **options: Unpack[_Options],
     ) -> None:
-        super().__init__(source, transport, num_receivers, host=host, timeout_s=timeout_s)
-        self._stream_class = partial(_InvitingStream, exchange=exchange)
-        self._renew = renew
+        super().__init__(source, transport, num_receivers, **options)
+        self._stream_class = partial(InvitingStream, leader=lead)
+        self._leader = lead
 
     def _open(self, channels: dict[int, Channel], version: int, deadline: Deadline) -> Connections:
         # Those that have connected anew are not in the group.
-        self._renew()
+        self._leader.leave()
         return super()._open(channels, version, deadline)
 
 
+class _Options(TypedDict):
+    bucket_bytes: int
+    host: str
+    timeout_s: float
+    min_receivers: int | None
+    receiver_timeout_s: float | None
+    receivers_per_engine: int
+
+
 @dataclass(kw_only=True)
-class _InvitingStream(OutboundStream):
-    exchange: Callable[[int, Callable[[], None]], None]
+class InvitingStream(OutboundStream):
+    """Sends invitations, and has each of them followed by an exchange."""
+
+    leader: ReshardSender
+
+    def fill(self, bucket: Bucket, tensors: NamedTensors) -> Filled:
+        """Write an invitation to those that are connected."""
+        self.leader.prepare(self.receivers.ranks)
+        return super().fill(bucket, tensors)
 
     def announce(self, filled: Filled) -> None:
+        """Invite the receivers, and exchange."""
         super().announce(filled)
         try:
-            self.exchange(self.version, self.receivers.read_pending)
+            self.leader.lead(self, filled.bucket)
         except RefitError:
             self._raise_reported()
             raise
@@ -471,14 +515,6 @@ class _InvitingStream(OutboundStream):
         except RefitError as error:
             if not isinstance(error.__cause__, ChannelClosed):
                 raise
-
-
-def _address_towards(host: str, port: int) -> str:
-    """Return this machine's address on the way to another; nothing is sent."""
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as sock:
-        sock.connect(address)
-        return str(sock.getsockname()[0])
 
 
 def _timedelta(seconds: float) -> datetime.timedelta:

@@ -23,7 +23,7 @@ from rl_refit.errors import RefitError
 from rl_refit.receiver import RefitReceiver
 from rl_refit.report import RefitReport
 from rl_refit.resharding.exchange import ExchangeReport
-from rl_refit.resharding.refit import INVITATION, SliceReceiver
+from rl_refit.resharding.refit import SliceReceiver, is_invitation
 from rl_refit.vllm.adapters import AdapterSlot
 from rl_refit.vllm.reload import LayerwiseReload
 from rl_refit.vllm.slices import SlicedModel
@@ -156,6 +156,7 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
         """
         receiver = self.require_receiver()
         receiver.begin(update_info.version)
+        self._exchanged = None
         try:
             # vLLM processes the weights in `check`, before this side reports `Done`: a failure of
             # its post-processing then fails the refit on both sides.
@@ -163,7 +164,7 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
                 update_info.version,
                 partial(self._load_received, update_info.version),
                 load_keeps=False,
-                check=self._complete,
+                check=self._complete_received,
             )
         except BaseException:
             self.abandon()
@@ -289,22 +290,23 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
     ) -> RefitReport:
         """Receive a version into a twin of the model; runs in a thread of its own."""
         reload: LayerwiseReload | None = None
+        self._exchanged = None
 
         def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
             nonlocal reload
             with set_current_vllm_config(self.vllm_config):
-                sliced = self._receive_slices(tensors, version, staged.model)
+                if is_invitation(tensors):
+                    self._receive_slices(tensors, version, staged.model)
+                    return
                 if reload is None:
                     reload = LayerwiseReload(staged.model, self.model_config, self.device)
-                if sliced is None:
-                    reload.load(tensors)
-                else:
-                    sliced.load(reload)
+                reload.load(tensors)
 
         def check() -> None:
             load([])  # a plan without tensors: `complete` reports every parameter as missing
             assert reload is not None
             with set_current_vllm_config(self.vllm_config):
+                self._load_slices(reload)
                 reload.complete()
             staged.require_alike()
 
@@ -366,39 +368,45 @@ class RefitWeightTransferEngine(WeightTransferEngine[RefitInitInfo, RefitUpdateI
 
     def _load_received(self, version: int, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Load a bucket, or what is received in slices in its place."""
-        with set_current_vllm_config(self.vllm_config):
-            sliced = self._receive_slices(tensors, version, self.model)
-        if sliced is None:
-            self._load(tensors)
+        if is_invitation(tensors):
+            with set_current_vllm_config(self.vllm_config):
+                self._receive_slices(tensors, version, self.model)
         else:
-            # Only here, where all of it is verified, are the weights that serve touched.
-            sliced.load(self._begin_reload())
+            self._load(tensors)
+
+    def _complete_received(self) -> None:
+        # Only here, where all of it is verified, do slices touch the weights that serve.
+        if self._exchanged is not None:
+            self._load_slices(self._begin_reload())
+        self._complete()
+
+    def _load_slices(self, reload: LayerwiseReload) -> None:
+        """Load what was received in slices, if anything was."""
+        if self._exchanged is not None:
+            assert self._sliced is not None
+            self._sliced.load(reload)
 
     def _receive_slices(
         self, tensors: list[tuple[str, torch.Tensor]], version: int, model: torch.nn.Module
-    ) -> SlicedModel | None:
-        """Receive the slices to which a bucket invites; return None if it has tensors.
+    ) -> None:
+        """Receive the slices to which a bucket invites, unless they are here, or sent again.
 
         Args:
             tensors: The bucket's.
             version: Of the refit.
             model: The one whose loader says what to receive, if that is not known yet.
         """
-        self._exchanged = None
-        if not tensors or tensors[0][0] != INVITATION:
-            return None
         if self._sliced is None or self._slices is None:
             self._sliced = SlicedModel(self.vllm_config)
             self._slices = SliceReceiver(self._rank, timeout_s=self._timeout_s)
         wanted = partial(self._sliced.wanted, model)
-        self._exchanged = self._slices.receive(tensors, version, wanted)
-        return self._sliced
+        self._exchanged = self._slices.receive(tensors, version, wanted) or self._exchanged
 
     def _report_slices(self) -> None:
         if self._exchanged is not None:
             assert self.report is not None
             # What the protocol itself has sent is the invitation.
-            self.report["refit_bytes"] = self._exchanged.bytes_received
+            self.report["refit_bytes"] = self._exchanged.bytes_full
             self.report["refit_bytes_sent"] = self._exchanged.bytes_received
 
     def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:

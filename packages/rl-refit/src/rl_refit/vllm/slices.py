@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
 from rl_refit.errors import RefitError
 from rl_refit.resharding.consumers import record
-from rl_refit.resharding.exchange import Want
+from rl_refit.resharding.messages import Want
 from rl_refit.resharding.slices import Box
 from rl_refit.source import WeightMeta
 from rl_refit.vllm.staging import own_metadata
