@@ -265,7 +265,8 @@ def test_the_supervised_part_alone_on_a_model_of_the_user(run, start, workplace)
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_run_leaves_nothing_behind(workplace, environment, number, status):
     out = f"stopped-{status}"
-    cpus = ray.cluster_resources()["CPU"]
+    # Clusters that are kept hold the others.
+    cpus = ray.available_resources()["CPU"]
     arguments = ["grpo", "--config", "run.yaml", "--out", out, "data.path=problems.jsonl"]
     process = subprocess.Popen(
         [*MODULE, *arguments, TWO_RANKS],
