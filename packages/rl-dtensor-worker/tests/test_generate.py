@@ -56,8 +56,9 @@ def test_rows_of_a_group_share_a_prefill(pools, tiny_model):
 
 
 def test_sampled_logprobs_are_those_of_the_policy(pools, tiny_model):
-    batch = make_batch(6)
-    config = _config(tiny_model, temperature=0.7)
+    batch = make_batch(12)
+    # A third of the tokens end a row, so that rows leave the cache while others go on.
+    config = _config(tiny_model, temperature=0.7, stop_token_ids=[*range(0, 66, 3)])
     for result in pools(2).run(scoring_ranks.generate, config=config, batch=batch):
         output = result.outputs[-1]
         position = torch.arange(output["output_ids"].shape[1])

@@ -21,10 +21,10 @@ SETTINGS = [
     "policy.optimizer.kwargs.lr=2e-3",
     # Room beyond the answer and its end token, which the overlong penalty counts.
     "policy.generation.max_new_tokens=6",
-    "grpo.steps=10",
+    "grpo.steps=16",
     "grpo.samples_per_prompt=8",
-    "grpo.eval_every=10",
-    "checkpoint.every=10",
+    "grpo.eval_every=16",
+    "checkpoint.every=16",
     "report.at_end=false",
 ]
 

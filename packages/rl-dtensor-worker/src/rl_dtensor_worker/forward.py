@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from rl_batched_data import ScoringOptions, TokenScores, target_scores
 from rl_batched_data.logprobs_kernel import LogitTransform
 from rl_interfaces.backend.generation import FullForwardDecoder, find_repeats
@@ -563,6 +564,8 @@ class CachedForward:
         # The usual cache is filled in place; other ones are made in a model's first forward.
         self._is_usual = self._cache_name == "past_key_values"
         self._cache: object = None
+        # The rows that are decoded on, where a cache of another kind keeps all.
+        self._kept: torch.Tensor | None = None
         if self._is_usual:
             self._cache = DynamicCache(config=forward.model.config)
         # Decoding reads the last position alone, and all of a prompt's logits would be large.
@@ -597,8 +600,20 @@ class CachedForward:
         """See `Decoder.step`."""
         self._positions = self._positions[..., -1:] + 1
         # Ended rows get a 1 as well: their tokens are never read.
-        self._mask = torch.cat([self._mask, torch.ones_like(tokens[:, None])], dim=1)
-        return self._logits(tokens[:, None])
+        self._mask = F.pad(self._mask, (0, 1), value=1)
+        if self._kept is None:
+            return self._logits(tokens[:, None])
+        all_tokens = tokens.new_zeros(len(self._mask)).index_copy(0, self._kept, tokens)
+        return self._logits(all_tokens[:, None])[self._kept]
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """See `Decoder.keep`."""
+        if not isinstance(self._cache, DynamicCache):
+            self._kept = rows if self._kept is None else self._kept[rows]
+            return
+        self._cache.reorder_cache(rows)  # pyright: ignore[reportArgumentType] # int64
+        self._mask = self._mask[rows]
+        self._positions = self._positions.index_select(-2, rows)
 
     def _logits(self, tokens: torch.Tensor, **media: torch.Tensor) -> torch.Tensor:
         output = self._forward.model(
@@ -684,10 +699,14 @@ def _decoder_difference(forward: Forward) -> float:
     rows = rows.select_indices(torch.tensor([0, 2, 2]))
     prompts, lengths = rows["input_ids"].to(device), rows["input_lengths"].to(device)
 
+    kept = torch.tensor([0, 2], device=device)
+
     def decode(decoder: CachedForward | FullForwardDecoder) -> torch.Tensor:
         logits = [decoder.prefill(prompts, lengths)]
         logits += [decoder.step(prompts[:, column]) for column in range(_DECODED_TOKENS)]
-        return torch.stack(logits).float()
+        decoder.keep(kept)
+        logits.append(decoder.step(prompts[kept, 0]))
+        return torch.cat(logits).float()
 
     # One after the other: neither's memory is there while the other decodes.
     expected = decode(FullForwardDecoder(forward.full_logits))

@@ -233,14 +233,10 @@ class KeyValueCache:
         """Cache the keys and values of the prompts, `[tokens, query_groups, head_size]`."""
         self.layers[layer] = (self.prompts.unpack(key[None]), self.prompts.unpack(value[None]))
 
-    def repeat(self, copies: torch.Tensor) -> None:
-        """Give each row a copy of its prompt's keys and values.
-
-        Args:
-            copies: `[rows]` int64: the place of each row's prompt among those that were cached.
-        """
+    def select(self, rows: torch.Tensor) -> None:
+        """Have the keys and values of these rows, `[selected]` int64, repeated or left out."""
         self.layers = {
-            layer: (key[copies], value[copies]) for layer, (key, value) in self.layers.items()
+            layer: (key[rows], value[rows]) for layer, (key, value) in self.layers.items()
         }
 
     def attend(

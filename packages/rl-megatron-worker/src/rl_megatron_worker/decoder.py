@@ -95,6 +95,10 @@ class _SyncedDecoder:
         self._announce(has_rows=True)
         return self._decoder.step(tokens)
 
+    def keep(self, rows: torch.Tensor) -> None:
+        """See `Decoder.keep`."""
+        self._decoder.keep(rows)
+
 
 class FullDecoder:
     """A `Decoder` that recomputes all tokens for each new one."""
@@ -119,6 +123,10 @@ class FullDecoder:
         self._tokens = self._tokens.scatter(1, self._lengths[:, None], tokens[:, None])
         self._lengths = self._lengths + 1
         return self._logits(self._pack(self._tokens, self._lengths))
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """See `Decoder.keep`."""
+        self._tokens, self._lengths = self._tokens[rows], self._lengths[rows]
 
     def _pack(self, tokens: torch.Tensor, lengths: torch.Tensor) -> PackedLayout:
         rows = SlicedDataDict(BatchedDataDict({"input_ids": tokens, "input_lengths": lengths}))
@@ -154,7 +162,7 @@ class CachedDecoder(FullDecoder):
         logits = self._logits(layout)
         if repeats is None:
             return logits
-        self._cache.repeat(repeats.copies)
+        self._cache.select(repeats.copies)
         return logits[repeats.copies]
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -165,6 +173,12 @@ class CachedDecoder(FullDecoder):
         layout = self._pack_step(tokens)
         with self._rotary_positions(self._cache.positions(layout.packed.total_length)):
             return self._logits(layout)
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """See `Decoder.keep`."""
+        self._cache.select(rows)
+        self._cache.lengths = self._cache.lengths[rows]
+        self._cache.longest = int(self._cache.lengths.max())
 
     def _pack_step(self, tokens: torch.Tensor) -> PackedLayout:
         ones = torch.ones_like(tokens)

@@ -62,6 +62,7 @@ class RefitReceiver(Closing):
         into: The engine's own contiguous tensors by name. Received tensors of these names are
             copied into them, piece by piece, and not passed to `load`: the fastest way for an
             engine whose weights have the trainer's names and shapes.
+        keep_spans: Report when each phase ran, see `RefitReport.spans`.
 
     Raises:
         ValueError: An argument is out of range, or a tensor of `into` is not contiguous.
@@ -76,9 +77,11 @@ class RefitReceiver(Closing):
         timeout_s: float = 300.0,
         expected: Iterable[tuple[str, torch.dtype, Sequence[int]]] | None = None,
         into: Mapping[str, torch.Tensor] | None = None,
+        keep_spans: bool = False,
     ) -> None:
         Deadline(timeout_s)
         self._rank = rank
+        self._keep_spans = keep_spans
         self._timeout_s = timeout_s
         self._connector = Connector(
             address,
@@ -206,7 +209,8 @@ class RefitReceiver(Closing):
         check: Callable[[], None] | None,
         read_back: ReadBack | None,
     ) -> RefitReport:
-        deadline, watch, traffic = Deadline(self._timeout_s), Stopwatch(), Traffic()
+        deadline, traffic = Deadline(self._timeout_s), Traffic()
+        watch = Stopwatch(keep_spans=self._keep_spans)
         self._is_caught_up = False
         try:
             with watch.phase("join"):

@@ -6,6 +6,16 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """When a phase of a refit began and ended, in seconds of this machine's `time.perf_counter`."""
+
+    phase: str
+    """`gather`, `pack`, `wire`, `verify`, `load`, `join` or `resume`, see `RefitReport`."""
+    start: float
+    end: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +45,8 @@ class RefitReport:
             by every receiver.
         dropped: For a sender with `min_receivers`: the receivers without which the version was
             sent, with the reason of each.
+        spans: When each phase ran, in order of their ends, if the sender or receiver that measured
+            it was made with `keep_spans`; else empty.
     """
 
     version: int
@@ -53,6 +65,7 @@ class RefitReport:
     slowest_rank: int | None = None
     staged: bool = False
     dropped: Mapping[int, str] = field(default_factory=dict[int, str])
+    spans: tuple[Span, ...] = ()
 
     @property
     def gb_per_s(self) -> float:
@@ -104,12 +117,16 @@ class Traffic:
 class Stopwatch:
     """Sums the seconds spent in each named phase; its construction starts the total.
 
+    Args:
+        keep_spans: Also keep when each phase began and ended.
+
     Attributes:
         seconds: Sum per phase.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep_spans: bool = False) -> None:
         self.seconds: dict[str, float] = {}
+        self._spans: list[Span] | None = [] if keep_spans else None
         self._start = time.perf_counter()
 
     @contextmanager
@@ -119,7 +136,10 @@ class Stopwatch:
         try:
             yield
         finally:
-            self.add(name, time.perf_counter() - start)
+            end = time.perf_counter()
+            self.add(name, end - start)
+            if self._spans is not None:
+                self._spans.append(Span(name, start, end))
 
     def add(self, name: str, seconds: float) -> None:
         """Count `seconds` under `name`."""
@@ -160,5 +180,6 @@ class Stopwatch:
             slowest_rank=slowest_rank,
             staged=staged,
             dropped=dict(dropped or {}),
+            spans=tuple(self._spans or ()),
             **{f"{phase}_s": self.of(phase) for phase in phases},
         )

@@ -79,6 +79,7 @@ class RefitSender(Closing):
             refit begins. None: all of them, so that none is ever dropped.
         receiver_timeout_s: Seconds of silence, where a message is waited for, after which a
             receiver is lost. None: half of `timeout_s`.
+        keep_spans: Report when each phase ran, see `RefitReport.spans`.
 
     Raises:
         ValueError: An argument is out of range, the transport is not registered, or `delta` cannot
@@ -103,6 +104,7 @@ class RefitSender(Closing):
         adapters: WeightSource | None = None,
         min_receivers: int | None = None,
         receiver_timeout_s: float | None = None,
+        keep_spans: bool = False,
     ) -> None:
         if verify not in VERIFY_MODES:
             raise ValueError(f"verify={verify!r} is not among {VERIFY_MODES}")
@@ -139,6 +141,7 @@ class RefitSender(Closing):
         self._verify = verify
         self._delta = delta
         self._timeout_s = timeout_s
+        self._keep_spans = keep_spans
         self._device = torch.device(device)
         self._token = secrets.token_bytes(32)
         self._endpoint = None
@@ -198,7 +201,8 @@ class RefitSender(Closing):
             raise RefitError("the sender is closed")
         # Until this refit succeeds there is nothing to commit, not even the version before it.
         self._sent_version = None
-        deadline, watch = Deadline(self._timeout_s), Stopwatch()
+        deadline = Deadline(self._timeout_s)
+        watch = Stopwatch(keep_spans=self._keep_spans)
         self._adapters_only = adapters_only
         self._ranks = None if receivers is None else frozenset(receivers)
         tensors = self._tensors()

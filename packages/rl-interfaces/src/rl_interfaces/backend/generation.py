@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from rl_interfaces.config.types import ResolvedConfig
     from rl_interfaces.generation import SamplingOptions
 
+# Rows that have ended are dropped when they are an eighth: what is dropped costs a copy of the rest
+# of the cache, which a forward pass reads as a whole too.
+_MOST_KEPT = 7 / 8
+
 
 class Decoder(Protocol):
     """Incremental forward passes over some rows, with a key-value cache."""
@@ -33,6 +37,10 @@ class Decoder(Protocol):
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Append `tokens`, `[rows]` int64, and return the next logits, `[rows, vocab]`."""
+        ...
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Go on with some of the rows, `[kept]` int64, ascending; the others have ended."""
         ...
 
 
@@ -92,6 +100,10 @@ class FullForwardDecoder:
         self._tokens = self._tokens.scatter(1, self._lengths[:, None], tokens[:, None])
         self._lengths = self._lengths + 1
         return self._next_logits()
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """See `Decoder.keep`."""
+        self._tokens, self._lengths = self._tokens[rows], self._lengths[rows]
 
     def _next_logits(self) -> torch.Tensor:
         rows = torch.arange(len(self._tokens), device=self._tokens.device)
@@ -326,12 +338,20 @@ def _complete(
 ) -> Completions:
     lengths = torch.zeros_like(prompt_lengths)
     running = prompt_lengths < stop.max_lengths
+    # Those that the decoder has: all that run, and a few that have ended.
+    rows = torch.arange(len(prompts), device=prompts.device)
     columns: list[torch.Tensor] = []
     logprob_columns: list[torch.Tensor] = []
     # One synchronisation with the device per token, so that the loop ends with the last row.
-    while bool(running.any()):
-        first = not columns
-        logits = decoder.prefill(prompts, prompt_lengths) if first else decoder.step(columns[-1])
+    while num_running := int(running.sum()):
+        if not columns:
+            logits = decoder.prefill(prompts, prompt_lengths)
+        else:
+            if num_running <= _MOST_KEPT * len(rows):
+                is_kept = running[rows]
+                decoder.keep(is_kept.nonzero()[:, 0])
+                rows = rows[is_kept]
+            logits = decoder.step(columns[-1][rows])
         sampled, logprobs = sample_tokens(
             logits,
             temperature=temperature,
@@ -339,11 +359,13 @@ def _complete(
             top_p=sampling.top_p,
             generator=generator,
         )
-        columns.append(sampled)
-        logprob_columns.append(logprobs)
-        # Ended rows are decoded on, as the cache holds all rows; their lengths no longer grow.
+        columns.append(torch.zeros_like(lengths).index_copy(0, rows, sampled))
+        logprob_columns.append(logprobs.new_zeros(len(lengths)).index_copy(0, rows, logprobs))
+        # The lengths of rows that have ended no longer grow, while the decoder has them.
         lengths += running
-        ended = torch.isin(sampled, stop.token_ids) | (prompt_lengths + lengths >= stop.max_lengths)
+        ended = torch.isin(columns[-1], stop.token_ids) | (
+            prompt_lengths + lengths >= stop.max_lengths
+        )
         ended |= _ends_in_string(columns, stop.strings, tokenizer, running=running)
         running &= ~ended
     return Completions(
@@ -477,9 +499,28 @@ def sample_tokens(
     # bfloat16 has 8 significant bits, too few for log-probabilities over a vocabulary.
     logits = logits.float()
     if temperature == 0:
+        logprobs = logits.log_softmax(dim=-1)
         tokens = logits.argmax(dim=-1)
     else:
         logits = truncate_logits(logits / temperature, top_k=top_k, top_p=top_p)
-        tokens = torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(-1)
-    logprobs = logits.log_softmax(dim=-1).gather(-1, tokens[:, None]).squeeze(-1)
-    return tokens, logprobs
+        logprobs = logits.log_softmax(dim=-1)
+        tokens = _draw(logprobs.exp(), generator)
+    return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def _draw(probabilities: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return an index per row, int64 `[rows]`, by the inverse of the cumulative distribution.
+
+    It takes one random number per row, where `torch.multinomial` takes one per probability. The
+    sums are float64: in float32 they would swallow the rare tokens of a large vocabulary.
+
+    Args:
+        probabilities: `[rows, vocab]` float32, each row of sum 1 up to rounding.
+        generator: The random generator, on their device.
+    """
+    sums = probabilities.cumsum(dim=-1, dtype=torch.float64)
+    total = sums[:, -1:]
+    uniform = torch.rand(total.shape, generator=generator, dtype=total.dtype, device=total.device)
+    # Below the total, so that a first sum above it exists, and is that of a possible token.
+    target = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(sums, target, right=True).squeeze(-1)

@@ -400,6 +400,7 @@ class OutboundStream:
         if running is not None:
             # It ran between two slices, and counts as "verify".
             self.watch.add("pack", -running.seconds)
+            self.watch.add("verify", running.seconds)
         digest = self._finish_digest(bucket, content, running)
         self.traffic.num_words += bucket.nbytes // 2
         self.traffic.num_changed += writer.num_changed
@@ -423,7 +424,8 @@ class OutboundStream:
             with self.watch.phase("pack"):
                 copy_all(run.views, taken)
             if running is not None:
-                running.advance(run.end)
+                with self.watch.phase("verify"):
+                    running.advance(run.end)
         if self.base is not None:
             with self.watch.phase("pack"):
                 self.base.update(bucket, buffer)
@@ -464,11 +466,9 @@ class OutboundStream:
     ) -> int:
         if not self.verify:
             return 0
-        if running is not None:
-            digest = running.finish()
-            self.watch.add("verify", running.seconds)
-            return digest
         with self.watch.phase("verify"):
+            if running is not None:
+                return running.finish()
             return DIGESTS[self.side.digest](data, position=bucket.index)
 
     def _take(self, run: Run, tensors: NamedTensors) -> list[torch.Tensor]:

@@ -1,0 +1,1 @@
+"""A command that measures a refit on machines of one's own: `python -m rl_refit.bench`."""
