@@ -1,8 +1,9 @@
 """What a policy on one of the training backends gives, of a model that either can load."""
 
 import torch
+from kept_clusters import kept_cluster
 from rl_batched_data import BatchedDataDict
-from rl_policy import Policy, RayVirtualCluster
+from rl_policy import Policy
 from rl_policy.losses import NLLLoss
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -77,7 +78,7 @@ def batch():
 
 def run(model_path, tokenizer, backend, sizes, directory, *, use_gpus=False):
     """Return what the calls of a policy on `backend` give."""
-    cluster = RayVirtualCluster([2], use_gpus=use_gpus)
+    cluster = kept_cluster([2], use_gpus=use_gpus)
     policy = Policy(cluster, config(model_path, backend, sizes), tokenizer)
     try:
         before = policy.get_logprobs(batch())["logprobs"]

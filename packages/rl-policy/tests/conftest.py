@@ -12,8 +12,10 @@ import backend_runs
 import pytest
 import ray
 from hypothesis import settings
+from kept_clusters import end_kept_clusters, kept_cluster
 from recipe_runs import MODULE
 from rl_policy import backends
+from rl_policy.run import samplers, session
 
 # No time is a fault where other work may share the processor.
 settings.register_profile("untimed", deadline=None)
@@ -67,14 +69,22 @@ def start_shared_ray(stranger_site):
     """Start the one local Ray of all tests, unless it runs; its workers find the stranger."""
     if not ray.is_initialized():
         with python_path(stranger_site):
-            ray.init("local", num_cpus=16, include_dashboard=False, logging_level="ERROR")
+            # Logical ones, of which clusters that are kept hold some.
+            ray.init("local", num_cpus=32, include_dashboard=False, logging_level="ERROR")
     return ray.get_runtime_context().gcs_address
 
 
 @pytest.fixture(scope="module")
 def shared_ray(stranger_site):
-    """Let the clusters of a module join the Ray of all tests; return its address."""
-    return start_shared_ray(stranger_site)
+    """Let the clusters of a module join the Ray of all tests; return its address.
+
+    Runs in the process of the tests take over the ranks of earlier ones, see `kept_clusters`.
+    """
+    address = start_shared_ray(stranger_site)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (session, samplers):
+            patch.setattr(module, "RayVirtualCluster", kept_cluster)
+        yield address
 
 
 @pytest.fixture
@@ -103,6 +113,7 @@ def begin(workplace):
 @pytest.fixture(scope="module")
 def ray_apart():
     """End the Ray of all tests, for a module whose tests start one of their own, or none."""
+    end_kept_clusters()
     ray.shutdown(wait_for_processes=True)
     yield
     ray.shutdown(wait_for_processes=True)

@@ -6,6 +6,7 @@ import pytest
 import ray
 import rl_refit
 import torch
+from kept_clusters import kept_cluster
 from rl_batched_data import BatchedDataDict
 from rl_interfaces import ResidencyError
 from rl_interfaces.testing.generation import (
@@ -15,7 +16,7 @@ from rl_interfaces.testing.generation import (
     RefitsMeanwhile,
     Streams,
 )
-from rl_policy import Policy, RayVirtualCluster
+from rl_policy import Policy
 from rl_policy.generation.state import EngineStateError
 from rl_policy.generation.stream import SampledAtCollect
 from rl_policy.generation.vllm import VllmGeneration
@@ -165,7 +166,7 @@ def model_path(tmp_path_factory, tokenizer):
 
 @pytest.fixture(scope="module")
 def cluster(shared_ray):
-    cluster = RayVirtualCluster([2], use_gpus=False, max_colocated_worker_groups=2)
+    cluster = kept_cluster([2], use_gpus=False, max_colocated_worker_groups=2)
     yield cluster
     cluster.shutdown()
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from backend_runs import ADAMW, TOLERANCE, batch, config, make_tokenizer, save_model
-from rl_policy import Policy, RayVirtualCluster
+from kept_clusters import kept_cluster
+from rl_policy import Policy
 from rl_policy.cli import build_app
 from rl_policy.config import load_run_config
 from rl_policy.config.sections import TinyModelSection
@@ -135,7 +136,7 @@ def packed(tokens):
 def test_loss_and_gradient_equal_those_of_transformers(shared_ray, pair, settings):
     beta, k, data = 0.3, 5, batch().slice(0, 4)
     sections = {**config(pair[0], "dtensor", {}), **settings}
-    cluster = RayVirtualCluster([2], use_gpus=False, max_colocated_worker_groups=2)
+    cluster = kept_cluster([2], use_gpus=False, max_colocated_worker_groups=2)
     try:
         tokenizer = make_tokenizer()
         teacher = Policy(

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from kept_clusters import kept_cluster
 from recipe_runs import CONFIG, MODULE, descendants, measured, wait_until
 from rl_interfaces import EnvironmentStep
-from rl_policy import DPOTrainer, GRPOTrainer, Policy, RayVirtualCluster
+from rl_policy import DPOTrainer, GRPOTrainer, Policy
 from rl_policy.cli import build_app
 from rl_policy.config import TinyModelSection, load_run_config
 from rl_policy.data.batches import ProblemEncoder, completion_batch
@@ -301,7 +302,7 @@ def test_sampler_and_trainer_agree_on_the_sampled_tokens(shared_ray, tmp_path):
         max_new_tokens=4,
         role="user",
     )
-    cluster = RayVirtualCluster(bundle_ct_per_node_list=[2])
+    cluster = kept_cluster([2])
     policy = Policy(cluster, settings, encoder.tokenizer)
     try:
         policy.prepare_for_generation()

@@ -1,15 +1,16 @@
 """GRPO through the command line with real vLLM engines, beside the policy and apart from it."""
 
+import contextlib
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import yaml
+from rl_policy.cli import build_app
 from rl_policy.run.metrics import read_metrics
+from typer.testing import CliRunner
 
 pytestmark = [
+    pytest.mark.usefixtures("shared_ray"),
     pytest.mark.vllm,
     pytest.mark.slow,
     pytest.mark.timeout(900),
@@ -49,20 +50,12 @@ def run_grpo(settings, tmp_path):
     problems = [{"prompt": f"{number}?", "answer": str(number % 2)} for number in range(200)]
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(each) + "\n" for each in problems))
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(CONFIG))
-    done = subprocess.run(
-        [
-            *[sys.executable, "-c", "from rl_policy.cli import main; main()"],
-            *["grpo", "--config", "run.yaml", "--out", "out", "data.path=problems.jsonl"],
-            *settings,
-        ],
-        cwd=tmp_path,
-        env={**os.environ, "RAY_ADDRESS": "local"},
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    # Ranks and engines were started in another directory.
+    out = str(tmp_path / "out")
+    arguments = ["grpo", "--config", "run.yaml", "--out", out, "data.path=problems.jsonl"]
+    with contextlib.chdir(tmp_path):
+        result = CliRunner().invoke(build_app(), [*arguments, *settings], catch_exceptions=False)
+    assert result.exit_code == 0, result.stderr
     return read_metrics(tmp_path / "out" / "metrics.jsonl")
 
 

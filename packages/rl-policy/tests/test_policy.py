@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import ray
 import torch
+from kept_clusters import kept_cluster
 from plain_loop import plain_logprobs, train_plainly
 from rl_batched_data import BatchedDataDict
 from rl_interfaces import LossInput, LossType, ResidencyError
@@ -72,7 +73,7 @@ def plain_model(model_path):
 
 @pytest.fixture(scope="module")
 def cluster(shared_ray):
-    cluster = RayVirtualCluster([2], use_gpus=False, max_colocated_worker_groups=2)
+    cluster = kept_cluster([2], use_gpus=False, max_colocated_worker_groups=2)
     yield cluster
     cluster.shutdown()
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from backend_runs import ADAMW, TOLERANCE, batch, config, make_tokenizer, save_model
+from kept_clusters import kept_cluster
 from ppo_runs import SETTINGS, run
 from recipe_runs import CONFIG, TIMES, write_workplace
-from rl_policy import Policy, PPOTrainer, RayVirtualCluster
+from rl_policy import Policy, PPOTrainer
 from rl_policy.config import load_run_config
 from rl_policy.losses import ValueLoss
 from rl_policy.recipes.ppo import PpoLossSection, PpoSection, add_advantages, value_policy
@@ -114,7 +115,7 @@ def test_values_and_their_training_equal_those_of_transformers(
     data["returns"] = torch.randn(data["input_ids"].shape, generator=generator)
     sections = {**config(model, "dtensor", {}), **settings, "head": "value"}
     del sections["generation"]
-    cluster = RayVirtualCluster([2], use_gpus=False)
+    cluster = kept_cluster([2], use_gpus=False)
     try:
         policy = Policy(cluster, sections, make_tokenizer(), init_reference_model=False)
         # Its new layer is random: transformers has to start from the same one.

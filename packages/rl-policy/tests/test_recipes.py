@@ -40,9 +40,12 @@ def environment(shared_ray):
     return {**os.environ, "RAY_ADDRESS": shared_ray}
 
 
-def rl_policy(*arguments, workplace, environment):
-    return subprocess.run(
-        [*MODULE, *map(str, arguments)],
+@pytest.fixture(scope="module")
+def run(workplace, environment):
+    """Return the process of a whole run; its directory is `first`."""
+    arguments = ["grpo", "--config", "run.yaml", "--out", "first", "data.path=problems.jsonl"]
+    result = subprocess.run(
+        [*MODULE, *arguments],
         cwd=workplace,
         env=environment,
         capture_output=True,
@@ -50,13 +53,6 @@ def rl_policy(*arguments, workplace, environment):
         timeout=400,
         check=False,
     )
-
-
-@pytest.fixture(scope="module")
-def run(workplace, environment):
-    """Return the process of a whole run; its directory is `first`."""
-    arguments = ["grpo", "--config", "run.yaml", "--out", "first", "data.path=problems.jsonl"]
-    result = rl_policy(*arguments, workplace=workplace, environment=environment)
     assert result.returncode == 0, result.stderr
     return result
 
@@ -159,11 +155,12 @@ def test_the_model_loads_with_transformers_alone(run, workplace):
     assert likely in ("0", "1")
 
 
-def test_a_run_directory_is_not_overwritten(run, workplace, environment):
+def test_a_run_directory_is_not_overwritten(run, workplace, monkeypatch):
+    monkeypatch.chdir(workplace)
     before = measured(workplace / "first")
     arguments = ["grpo", "--config", "run.yaml", "--out", "first", "data.path=problems.jsonl"]
-    result = rl_policy(*arguments, workplace=workplace, environment=environment)
-    assert result.returncode == 2
+    result = CliRunner().invoke(build_app(), arguments)
+    assert result.exit_code == 2
     assert "the run directory first exists" in result.stderr
     assert measured(workplace / "first") == before
 
@@ -203,7 +200,8 @@ def test_planned_micro_batches_train_to_the_same_losses(warm, start, workplace, 
     assert len(set(losses[1])) > 1, "losses that do not move would prove nothing here"
 
 
-def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(run, workplace, environment):
+def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(run, workplace, monkeypatch):
+    monkeypatch.chdir(workplace)
     source, path = workplace / "first", workplace / "interrupted"
     shutil.copytree(source, path)
     for name in ("final", "checkpoints/step_4"):
@@ -212,8 +210,8 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(run, workplace
     shutil.copytree(path / "checkpoints" / "step_2", path / "checkpoints" / "step_3.partial")
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "rew')
-    resumed = rl_policy("grpo", "--resume", path, workplace=workplace, environment=environment)
-    assert resumed.returncode == 0, resumed.stderr
+    resumed = CliRunner().invoke(build_app(), ["grpo", "--resume", str(path)])
+    assert resumed.exit_code == 0, resumed.stderr
     assert measured(path) == measured(source)
     assert not (path / "checkpoints" / "step_3.partial").exists()
     models = [
@@ -265,7 +263,8 @@ def test_the_supervised_part_alone_on_a_model_of_the_user(run, start, workplace)
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_run_leaves_nothing_behind(workplace, environment, number, status):
     out = f"stopped-{status}"
-    cpus = ray.cluster_resources()["CPU"]
+    # Clusters that are kept hold the others.
+    cpus = ray.available_resources()["CPU"]
     arguments = ["grpo", "--config", "run.yaml", "--out", out, "data.path=problems.jsonl"]
     process = subprocess.Popen(
         [*MODULE, *arguments, TWO_RANKS],

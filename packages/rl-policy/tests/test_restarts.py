@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from recipe_runs import TWO_RANKS, descendants, measured, wait_until, write_workplace
 from rl_policy import RayVirtualCluster
+from rl_policy.cli import build_app
 from rl_policy.config import load_run_config
 from rl_policy.ray.failures import WorkerDiedError, WorkerGroupError, death_behind
+from typer.testing import CliRunner
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.needs("rl-policy[dtensor]")]
 
@@ -51,11 +53,11 @@ def kill_a_rank(process, metrics, *, after):
 
 @pytest.mark.slow
 def test_a_killed_rank_comes_back_and_the_run_has_the_same_metrics(
-    workplace, begin, wait_until_gone
+    shared_ray, workplace, begin, wait_until_gone, monkeypatch
 ):
-    whole = begin(*RUN, *START, *STEPS, "--out", "whole")
-    _, errors = whole.communicate(timeout=300)
-    assert whole.returncode == 0, errors
+    monkeypatch.chdir(workplace)
+    whole = CliRunner().invoke(build_app(), [*RUN, *START, *STEPS, "--out", "whole"])
+    assert whole.exit_code == 0, whole.stderr
 
     metrics = workplace / "killed" / "metrics.jsonl"
     process = begin(*RUN, *START, *STEPS, "--out", "killed", "cluster.restarts=1")

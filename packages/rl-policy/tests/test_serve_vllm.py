@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import rl_refit
 import torch
+from kept_clusters import kept_cluster
 from recipe_runs import wait_until
 from rl_interfaces import NOT_SAMPLED
-from rl_policy import Policy, RayVirtualCluster
+from rl_policy import Policy
 from rl_policy.data.batches import completion_batch
 from rl_policy.generation.answers import join_stream, read_answers
 from rl_policy.generation.vllm import VllmGeneration
@@ -60,7 +61,7 @@ def model_path(tmp_path_factory, tokenizer, first_model):
 
 @pytest.fixture(scope="module")
 def cluster(shared_ray):
-    cluster = RayVirtualCluster([1], max_colocated_worker_groups=2)
+    cluster = kept_cluster([1], max_colocated_worker_groups=2)
     yield cluster
     cluster.shutdown()
 

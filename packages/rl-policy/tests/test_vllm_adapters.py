@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rl_policy import RayVirtualCluster
+from kept_clusters import kept_cluster
 from rl_policy.generation.vllm import VllmGeneration
 from rl_refit import RefitError, RefitSender, TensorSource
 from rl_refit.adapters import DOWN, UP
@@ -37,8 +37,8 @@ def model_path(tmp_path_factory, tokenizer):
 
 
 @pytest.fixture(scope="module")
-def engines(model_path, tokenizer):
-    cluster = RayVirtualCluster([1])
+def engines(model_path, tokenizer, shared_ray):
+    cluster = kept_cluster([1])
     config = generation_config(model_path, adapter_rank=RANK)
     engines = VllmGeneration(cluster, config, tokenizer, timeout_s=120.0)
     yield engines

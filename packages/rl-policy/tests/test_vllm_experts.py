@@ -5,8 +5,8 @@ from contextlib import contextmanager
 import pytest
 import rl_refit
 import torch
+from kept_clusters import kept_cluster
 from rl_dtensor_worker.weights import ModelWeights
-from rl_policy import RayVirtualCluster
 from rl_policy.generation.vllm import VllmGeneration
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -23,7 +23,12 @@ from vllm_oracles import (
     sizes_for,
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.needs("rl-policy[all]")]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.needs("rl-policy[all]"),
+    pytest.mark.usefixtures("shared_ray"),
+]
 
 # Not a coincidence of rounding: with the wrong weights a log-probability is off by far more.
 WRONG = 1e-2
@@ -35,10 +40,10 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory, tokenizer):
+def engines(tmp_path_factory, tokenizer, shared_ray):
     path = tmp_path_factory.mktemp("experts")
     save_experts(path, tokenizer)
-    cluster = RayVirtualCluster([1])
+    cluster = kept_cluster([1])
     engines = VllmGeneration(cluster, generation_config(path), tokenizer, timeout_s=240.0)
     engines.path = path
     yield engines
@@ -157,7 +162,7 @@ def test_each_family_is_refitted_under_the_names_of_its_checkpoint(tmp_path, tok
 
 @contextmanager
 def engines_of(path, tokenizer):
-    cluster = RayVirtualCluster([1])
+    cluster = kept_cluster([1])
     engines = VllmGeneration(cluster, generation_config(path), tokenizer, timeout_s=240.0)
     try:
         yield engines

@@ -5,7 +5,8 @@ import json
 import pytest
 import rl_refit
 import torch
-from rl_policy import Policy, RayVirtualCluster
+from kept_clusters import kept_cluster
+from rl_policy import Policy
 from rl_policy.data.batches import completion_batch
 from rl_policy.generation.vllm import VllmGeneration
 from rl_policy.losses import ClippedPGLoss
@@ -83,12 +84,12 @@ def model_path(tmp_path_factory, tokenizer):
 
 
 @pytest.fixture(scope="module")
-def engines_of(tokenizer):
+def engines_of(tokenizer, shared_ray):
     """Return a function that starts an engine with a model."""
     started = []
 
     def start(path):
-        cluster = RayVirtualCluster([1])
+        cluster = kept_cluster([1])
         config = generation_config(path, precision="bfloat16")
         engines = VllmGeneration(cluster, config, tokenizer, timeout_s=240.0)
         started.append((engines, cluster))
@@ -110,11 +111,11 @@ def sample(engines, tokenizer):
 
 
 def test_engines_hold_what_they_would_have_loaded(
-    shared_ray, engines, engines_of, model_path, tokenizer, tmp_path
+    engines, engines_of, model_path, tokenizer, tmp_path
 ):
     """Two ranks train and send bytes; an engine that loads the same weights is equal to the bit."""
     before = sample(engines, tokenizer)
-    cluster = RayVirtualCluster([2])
+    cluster = kept_cluster([2])
     policy = Policy(
         cluster,
         {

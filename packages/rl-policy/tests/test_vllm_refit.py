@@ -7,8 +7,8 @@ import pytest
 import ray
 import rl_refit
 import torch
+from kept_clusters import kept_cluster
 from rl_interfaces.backend.runtime import ReservedPort
-from rl_policy import RayVirtualCluster
 from rl_policy.generation.state import EngineStateError
 from rl_policy.generation.vllm import VllmGeneration
 from rl_refit.compat import broadcast, handles
@@ -47,8 +47,8 @@ def model_path(tmp_path_factory, tokenizer):
 
 
 @pytest.fixture(scope="module")
-def engines(model_path, tokenizer):
-    cluster = RayVirtualCluster([2])
+def engines(model_path, tokenizer, shared_ray):
+    cluster = kept_cluster([2])
     # Small blocks, so that a prompt fills some and the cache of prefixes has something to give.
     config = generation_config(model_path, engine_kwargs={"block_size": 32})
     engines = VllmGeneration(cluster, config, tokenizer, timeout_s=120.0)

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from rl_policy import Policy, RayVirtualCluster
+from kept_clusters import kept_cluster
+from rl_policy import Policy
 from rl_policy.data.batches import completion_batch
 from rl_policy.generation.vllm import VllmGeneration
 from vllm_oracles import TEXTS, ascii_tokenizer, generation_config, prompts_of, save_experts
@@ -27,9 +28,9 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def samples(model):
+def samples(model, shared_ray):
     path, tokenizer = model
-    cluster = RayVirtualCluster([1])
+    cluster = kept_cluster([1])
     config = generation_config(
         path,
         precision=PRECISION,
@@ -53,7 +54,7 @@ def test_all_tokens_but_the_last_have_routes(samples):
 
 def test_the_policy_takes_them_again_and_is_nearer_to_the_sampler(model, samples):
     path, tokenizer = model
-    cluster = RayVirtualCluster([1])
+    cluster = kept_cluster([1])
     section = {
         "model_name": str(path),
         "precision": PRECISION,

@@ -11,8 +11,8 @@ import pytest
 import ray
 import rl_refit
 import torch
+from kept_clusters import kept_cluster
 from rl_interfaces import NOT_SAMPLED
-from rl_policy import RayVirtualCluster
 from rl_policy.generation.state import EngineStateError
 from rl_policy.generation.vllm import VllmGeneration
 from rl_refit.testing import DrillSender, Fault
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.needs("rl-policy[v
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 WRONG = 1e-2
-NEW_TOKENS = 900
+NEW_TOKENS = 500
 TEMPERATURE = 0.7
 
 
@@ -47,11 +47,11 @@ def first_model(tokenizer):
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory, tokenizer, first_model):
+def engines(tmp_path_factory, tokenizer, first_model, shared_ray):
     path = tmp_path_factory.mktemp("llama")
     first_model.save_pretrained(path)
     tokenizer.save_pretrained(path)
-    cluster = RayVirtualCluster([2])
+    cluster = kept_cluster([2])
     config = generation_config(path, max_model_len=1024, engine_kwargs={"block_size": 32})
     config = config | {"max_new_tokens": NEW_TOKENS, "temperature": TEMPERATURE}
     engines = VllmGeneration(cluster, config, tokenizer, timeout_s=240.0)
@@ -111,6 +111,12 @@ def start_sampling(pool, engines, tokenizer):
     while not all(engines.membership.on_all_beside("is_sampling")):
         assert not sampling.done()
     return sampling
+
+
+def sample_shortly(engines, tokenizer):
+    """Return completions that end at one of some characters, long before their limit."""
+    stops = [list("abcdef")] * len(TEXTS)
+    return engines.generate(prompts_of(tokenizer, TEXTS, stop_strings=stops))
 
 
 def refit_while_sampling(engines, tokenizer, models, new_model, **options):
@@ -181,7 +187,7 @@ def test_requests_may_keep_their_cache_and_later_ones_do_not_find_it(
     assert errors[first] < TOLERANCE
     # Keys and values of earlier weights: not what a model of one version computes.
     assert max(errors[version] for version in later) > WRONG
-    again = engines.generate(prompts_of(tokenizer, TEXTS))
+    again = sample_shortly(engines, tokenizer)
     assert require_versions(again) == 0
     errors = errors_by_version(again, models)
     assert list(errors) == [engines.weight_version]
@@ -283,7 +289,7 @@ def test_a_failed_transfer_leaves_the_old_version_sampling(
         sampling = start_sampling(pool, engines, tokenizer)
         fail(engines, new_model(kept + 1), kept + 1)
         during = sampling.result()
-    after = engines.generate(prompts_of(tokenizer, TEXTS))
+    after = sample_shortly(engines, tokenizer)
     for output in (during, after):
         assert require_versions(output) == 0
         errors = errors_by_version(output, models)
@@ -295,7 +301,7 @@ def test_a_failed_transfer_leaves_the_old_version_sampling(
     models[kept + 1] = new_model(kept + 1)
     with open_sender(engines, models[kept + 1]) as sender:
         staged_refit(engines, sender, kept + 1)
-    output = engines.generate(prompts_of(tokenizer, TEXTS))
+    output = sample_shortly(engines, tokenizer)
     assert errors_by_version(output, models) == {kept + 1: pytest.approx(0, abs=TOLERANCE)}
 
 

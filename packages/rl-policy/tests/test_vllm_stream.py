@@ -9,8 +9,8 @@ import pytest
 import ray
 import rl_refit
 import torch
+from kept_clusters import kept_cluster
 from rl_interfaces import NOT_SAMPLED, StreamFullError, TicketsLostError
-from rl_policy import RayVirtualCluster
 from rl_policy.generation.state import EngineStateError
 from rl_policy.generation.vllm import VllmGeneration
 from rl_policy.generation.vllm.stream import EngineLostError
@@ -54,7 +54,7 @@ def start_engines(tmp_path_factory, tokenizer, models, shared_ray):
     started = []
 
     def start(num_engines, **options):
-        cluster = RayVirtualCluster([num_engines])
+        cluster = kept_cluster([num_engines])
         started.append(cluster)
         config = generation_config(path, max_model_len=1024, engine_kwargs={"block_size": 32})
         config = config | {"max_new_tokens": NEW_TOKENS, "temperature": TEMPERATURE} | options
