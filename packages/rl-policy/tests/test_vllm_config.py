@@ -258,3 +258,13 @@ def test_temporary_files_of_an_engine_go_with_it(tmp_path, monkeypatch, is_set):
     assert tempfile.gettempdir() == str(tmp_path)
     assert os.environ.get("TMPDIR") == (str(tmp_path) if is_set else None)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("rl-policy")] == []
+
+
+def test_a_directory_is_found_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    named = [
+        parse_engine_config({"model_name": name, "vllm_cfg": {}}, seed=0).model_name
+        for name in ("model", "Qwen/Qwen3-0.6B")
+    ]
+    assert named == [str(tmp_path / "model"), "Qwen/Qwen3-0.6B"]
