@@ -39,6 +39,12 @@ class TestCollective(Faults):
 
 
 @pytest.mark.slow
+class TestChain(Faults):
+    pair = RefitPair("chain")
+    num_cases = DRILLS // 4
+
+
+@pytest.mark.slow
 class TestShmStaging(TransportConformance):
     pair = RefitPair("shm")
     groups = ("staging",)
