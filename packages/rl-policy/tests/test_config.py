@@ -295,14 +295,13 @@ def test_adapters_alone_that_cannot_be_are_refused(recipe, overrides, message):
         ([LORA], r"contradicts policy\.dtensor_cfg\.lora\.enabled=True: adapters are merged"),
         (["refit.transport=shm"], r"contradicts refit\.transport='shm': .* leave one of them out"),
         (["refit.bucket_mib=8"], r"contradicts refit\.bucket_mib=8"),
-        (DELTA_APART, r"contradicts refit\.delta=True"),
         (["refit.verify=none"], r"contradicts refit\.verify='none': .* use 'digest'"),
     ],
 )
 @pytest.mark.parametrize("recipe", ["grpo", "distill"])
 def test_slices_that_cannot_be_are_refused(recipe, overrides, message):
     engines = "policy.generation.backend=vllm"
-    for allowed in ([], [engines], APART):
+    for allowed in ([], [engines], APART, [engines, *DELTA_APART]):
         load_run_config(recipe, overrides=["refit.slices=true", *allowed])
     with pytest.raises(ValueError, match=r"refit\.slices=True " + message):
         load_run_config(recipe, overrides=["refit.slices=true", engines, *overrides])

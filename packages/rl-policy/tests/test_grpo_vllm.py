@@ -66,7 +66,11 @@ def run_grpo(settings, tmp_path):
         ["policy.generation.colocated.enabled=false", "refit.delta=true"],
         [*MEGATRON, "refit.transport=golden", "policy.generation.vllm_cfg.sleep_level=2"],
         ["refit.slices=true", "policy.generation.vllm_cfg.tensor_parallel_size=2"],
-        [*MEGATRON, "refit.slices=true", "policy.generation.colocated.enabled=false"],
+        [
+            *MEGATRON,
+            *["refit.slices=true", "refit.delta=true"],
+            "policy.generation.colocated.enabled=false",
+        ],
     ],
     ids=["colocated", "apart", "megatron-golden", "slices", "megatron-slices-apart"],
 )

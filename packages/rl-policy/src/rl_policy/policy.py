@@ -528,7 +528,8 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             slices: Send from every rank what the receivers consume of its own shards, and gather
                 nothing; `transport`, "shm" or "collective", then only invites them.
             options: Further arguments of `rl_refit.RefitSender`, such as `bucket_bytes`, `verify`;
-                and `quantized`, the tensors that are sent in block-FP8.
+                with `slices` of `rl_refit.resharding.ReshardSender`, such as `delta`; and
+                `quantized`, the tensors that are sent in block-FP8.
 
         Raises:
             ValueError: The transport does not reach receivers on the ranks' own GPUs, or the policy

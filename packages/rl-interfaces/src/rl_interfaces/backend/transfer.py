@@ -290,10 +290,13 @@ class WeightTransfer:
             return {}
         assert sender.report is not None, "the exchange of a version that was sent has a report"
         whole = sum(num_bytes for _, num_bytes in self._tensor_sizes())
-        return report.as_metrics() | {
+        metrics = report.as_metrics() | {
             "refit_bytes": whole,
             "refit_bytes_sent": sender.report.bytes_sent,
         }
+        if sender.report.changed is not None:
+            metrics["refit_changed"] = sender.report.changed
+        return metrics
 
     def sizes(self) -> tuple[list[tuple[str, int]], float]:
         """Return name and wire bytes of every tensor, and the device's free bytes."""

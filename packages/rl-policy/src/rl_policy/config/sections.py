@@ -239,8 +239,8 @@ class RefitSection(Section):
     and to a new engine, everything is sent. Not yet from GPUs."""
     slices: bool = False
     """Send each worker of an engine the slices that it loads, from the ranks that hold them: no
-    rank gathers a whole tensor. They pass through host memory. An engine that is lost ends the
-    run."""
+    rank gathers a whole tensor. They pass through host memory. With `delta`, what has changed in
+    them. An engine that is lost ends the run."""
     adapters: Literal["merged", "alone"] = "merged"
     """How low-rank adapters (policy.dtensor_cfg.lora) reach engines: `merged` into all weights, for
     any engine; `alone`: engines get the weights that they belong to once, and with each refit the

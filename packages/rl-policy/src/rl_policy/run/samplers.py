@@ -282,6 +282,7 @@ def _link(config: RunConfig, policy: Policy, engines: VllmGeneration) -> WeightL
             staging=staging,
             kv_cache=refit.kv_cache,
             slices=True,
+            delta=refit.delta,
         )
     return WeightLink(
         policy,

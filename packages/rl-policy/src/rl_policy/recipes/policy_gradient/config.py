@@ -324,7 +324,7 @@ def check_slices(config: RunConfig) -> None:
                 f"refit.{key}={getattr(refit, key)!r}: slices have their own way and their own "
                 "digest; leave one of them out",
             )
-            for key in ("transport", "bucket_mib", "delta", "adapters")
+            for key in ("transport", "bucket_mib", "adapters")
         ),
         (
             refit.verify == "none",
