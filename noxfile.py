@@ -113,6 +113,8 @@ AFTER_FAST = ("--sample-fast", "--durations=30")
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "PYTHONDONTWRITEBYTECODE": None,
+    # Or Ray builds an environment of its own for the ranks of whoever runs below `uv run`.
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONPATH": None,

@@ -7,9 +7,13 @@ test takes over those of an earlier one in the same way, with a worker of its ow
 
 import inspect
 
-import ray
+# First, as it sets what Ray reads when it is imported: ranks start in this environment, and not in
+# one that Ray would build for a command of `uv run`.
 from rl_policy import RayVirtualCluster
 from rl_policy.ray.hosts import SpareHosts
+
+# isort: split
+import ray
 
 
 class KeptHosts(SpareHosts):
