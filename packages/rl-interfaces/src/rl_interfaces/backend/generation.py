@@ -338,8 +338,9 @@ def _complete(
 ) -> Completions:
     lengths = torch.zeros_like(prompt_lengths)
     running = prompt_lengths < stop.max_lengths
-    # Those that the decoder has: all that run, and a few that have ended.
-    rows = torch.arange(len(prompts), device=prompts.device)
+    # The rows that the decoder has: those that run, and a few that have ended. None: all.
+    kept: torch.Tensor | None = None
+    num_kept = len(prompts)
     columns: list[torch.Tensor] = []
     logprob_columns: list[torch.Tensor] = []
     # One synchronisation with the device per token, so that the loop ends with the last row.
@@ -347,11 +348,12 @@ def _complete(
         if not columns:
             logits = decoder.prefill(prompts, prompt_lengths)
         else:
-            if num_running <= _MOST_KEPT * len(rows):
-                is_kept = running[rows]
-                decoder.keep(is_kept.nonzero()[:, 0])
-                rows = rows[is_kept]
-            logits = decoder.step(columns[-1][rows])
+            if num_running <= _MOST_KEPT * num_kept:
+                rows = (running if kept is None else running[kept]).nonzero()[:, 0]
+                decoder.keep(rows)
+                kept = rows if kept is None else kept[rows]
+                num_kept = len(kept)
+            logits = decoder.step(columns[-1] if kept is None else columns[-1][kept])
         sampled, logprobs = sample_tokens(
             logits,
             temperature=temperature,
@@ -359,8 +361,8 @@ def _complete(
             top_p=sampling.top_p,
             generator=generator,
         )
-        columns.append(torch.zeros_like(lengths).index_copy(0, rows, sampled))
-        logprob_columns.append(logprobs.new_zeros(len(lengths)).index_copy(0, rows, logprobs))
+        columns.append(_spread(sampled, kept, num_rows=len(prompts)))
+        logprob_columns.append(_spread(logprobs, kept, num_rows=len(prompts)))
         # The lengths of rows that have ended no longer grow, while the decoder has them.
         lengths += running
         ended = torch.isin(columns[-1], stop.token_ids) | (
@@ -373,6 +375,11 @@ def _complete(
         logprobs=torch.stack(logprob_columns, dim=1),
         lengths=lengths,
     )
+
+
+def _spread(values: torch.Tensor, rows: torch.Tensor | None, *, num_rows: int) -> torch.Tensor:
+    """Return values at their rows, `[num_rows]`, and 0 elsewhere; None: they are of all rows."""
+    return values if rows is None else values.new_zeros(num_rows).index_copy(0, rows, values)
 
 
 def _ends_in_string(
