@@ -699,13 +699,12 @@ def _decoder_difference(forward: Forward) -> float:
     rows = rows.select_indices(torch.tensor([0, 2, 2]))
     prompts, lengths = rows["input_ids"].to(device), rows["input_lengths"].to(device)
 
-    kept = torch.tensor([0, 2], device=device)
-
     def decode(decoder: CachedForward | FullForwardDecoder) -> torch.Tensor:
         logits = [decoder.prefill(prompts, lengths)]
-        logits += [decoder.step(prompts[:, column]) for column in range(_DECODED_TOKENS)]
-        decoder.keep(kept)
-        logits.append(decoder.step(prompts[kept, 0]))
+        logits += [decoder.step(prompts[:, column]) for column in range(_DECODED_TOKENS - 1)]
+        # One row ends, and the others go on.
+        decoder.keep(torch.tensor([0, 2], device=device))
+        logits.append(decoder.step(prompts[::2, -1]))
         return torch.cat(logits).float()
 
     # One after the other: neither's memory is there while the other decodes.
