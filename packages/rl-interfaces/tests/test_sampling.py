@@ -50,6 +50,16 @@ def test_samples_follow_the_tempered_distribution():
     torch.testing.assert_close(logprobs, expected.log()[tokens])
 
 
+def test_what_is_truncated_is_never_drawn():
+    """At either end of the vocabulary, where sums of probabilities are 0 or all there is."""
+    logits = torch.tensor([[-2.0, 1.0, -2.0, 2.0, -2.0]]).repeat(20_000, 1)
+    tokens, logprobs = sample_tokens(
+        logits, temperature=1.0, top_k=2, top_p=1.0, generator=torch.Generator().manual_seed(0)
+    )
+    assert tokens.unique().tolist() == [1, 3]
+    assert logprobs.isfinite().all()
+
+
 def test_temperature_zero_is_greedy_with_the_untempered_probability():
     logits = torch.tensor([[0.0, 3.0, 1.0]], dtype=torch.bfloat16)
     tokens, logprobs = sample_tokens(

@@ -75,6 +75,7 @@ def test_ends_apart(tmp_path):
         (["--changed", "2"], "--changed=2.0 is not between 0 and 1"),
         (["--mib", "1", "--transport", "pigeons"], "transport='pigeons' is not among"),
         (["receive", "nowhere"], "FILE=nowhere does not exist"),
+        (["receive", __file__], "was not written by `send`"),
         (["send", __file__], "exists: the address goes into a new file"),
         (["--mib", "1", "--changed", "0.1", "--verify", "none"], "verify"),
     ],
@@ -86,6 +87,22 @@ def test_what_is_not_possible_is_said_in_a_line(arguments, words, capsys):
     assert err.startswith("error: ")
     assert words in err
     assert err.count("\n") == 1
+
+
+def test_an_option_before_the_command_is_not_forgotten(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--mib", "1", "send", str(tmp_path / "address.json")])
+    assert ended.value.code == 2
+    assert "unrecognized arguments: send" in capsys.readouterr().err
+
+
+def test_a_sender_that_nobody_comes_to_says_so_in_a_line(tmp_path, capsys):
+    file = tmp_path / "address.json"
+    assert main(["send", str(file), "--mib", "1", "--timeout-s", "0.5"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert not file.exists()
 
 
 def test_a_timeline_shows_when_phases_ran():

@@ -33,7 +33,7 @@ class World:
         self.trainer.tensors["w"][0, version] += 1
         sent, *received = refit(self.trainer, self.engines, version, **options)
         must([sent])
-        assert set(sent.dropped) == set(lost)
+        assert set(sent.dropped) == set(lost), (version, sent.dropped)
         self.trainer.sender.commit(version)
         found = []
         for rank, (engine, outcome) in enumerate(zip(self.engines, received, strict=True)):

@@ -174,19 +174,25 @@ def refit(llm, trainers, version, call="send", *arguments):
     return ["", *wait()], reports
 
 
+def check_refit(llm, trainers, model, *changed, ranks, version):
+    """Change all weights, or a share, and refit; return the reports of an engine that follows."""
+    trainers.call("change", version, *changed)()
+    change(model, version, *changed)
+    before = worst_difference(llm, model)
+    assert before > OTHER, before
+    errors, reports = refit(llm, trainers, version)
+    assert not any(errors), errors
+    assert on_workers(llm, require_ready) == [version] * ranks
+    after = worst_difference(llm, model)
+    print(version, before, after, reports)
+    assert after < SAME, after
+    return reports
+
+
 def check_refits(llm, trainers, model, *, ranks, versions):
     """Each version arrives in full, in as many bytes as the engine has weights."""
     for version in versions:
-        trainers.call("change", version)()
-        change(model, version)
-        before = worst_difference(llm, model)
-        assert before > OTHER, before
-        errors, reports = refit(llm, trainers, version)
-        assert not any(errors), errors
-        assert on_workers(llm, require_ready) == [version] * ranks
-        after = worst_difference(llm, model)
-        print(version, before, after, [report["refit_bytes"] for report in reports])
-        assert after < SAME, after
+        reports = check_refit(llm, trainers, model, ranks=ranks, version=version)
         # What tensor parallelism replicates is received by each worker.
         numel = sum(each.numel() for each in model.parameters())
         sharded = sum(each.numel() for each in model.parameters() if each.ndim > 1)
@@ -197,17 +203,8 @@ def check_refits(llm, trainers, model, *, ranks, versions):
 
 def check_changes(llm, trainers, model, *, ranks, version):
     """Of a hundredth of all elements, positions and values arrive, and the weights are right."""
-    trainers.call("change", version, 0.01)()
-    change(model, version, 0.01)
-    before = worst_difference(llm, model)
-    assert before > OTHER, before
-    errors, reports = refit(llm, trainers, version)
-    assert not any(errors), errors
-    assert on_workers(llm, require_ready) == [version] * ranks
-    after = worst_difference(llm, model)
+    reports = check_refit(llm, trainers, model, 0.01, ranks=ranks, version=version)
     shares = [report["refit_bytes_sent"] / report["refit_bytes"] for report in reports]
-    print(version, before, after, shares)
-    assert after < SAME, after
     assert max(shares) < 0.03, shares
 
 

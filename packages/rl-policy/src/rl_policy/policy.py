@@ -32,6 +32,7 @@ from rl_interfaces.backend.generation import SamplingConfig, resolve_pad_id
 
 from rl_policy.adapters import AdapterSets
 from rl_policy.backends import TrainingBackend, check_generation_backend
+from rl_policy.config.policy import absolute_if_directory
 from rl_policy.dispatch import Dispatcher, gather_generations, gather_scores, merge_train_results
 from rl_policy.ray.cluster import bundles_per_node
 from rl_policy.ray.sharding import NamedSharding
@@ -738,10 +739,10 @@ def _train_output(
 
 def with_absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
     """Return a resolved config with absolute paths, as ranks run in another working directory."""
-    paths = {"profile_dir": os.path.abspath(config["profile_dir"])}
-    # Any other name is looked up on the Hugging Face hub.
-    if os.path.isdir(config["model_name"]):
-        paths["model_name"] = os.path.abspath(config["model_name"])
+    paths = {
+        "profile_dir": os.path.abspath(config["profile_dir"]),
+        "model_name": absolute_if_directory(config["model_name"]),
+    }
     lora = config["dtensor_cfg"]["lora"]
     if lora.get("adapter_path"):
         lora = lora | {"adapter_path": os.path.abspath(lora["adapter_path"])}

@@ -403,6 +403,10 @@ class RefitSender(Closing):
         """Return the channels of all receivers that are sent to, once they have connected."""
         assert self._endpoint is not None
         members, wanted = self._members, self._ranks
+        if wanted is None:
+            # First, so that all who take part are waited for at once: what `accept` has not
+            # finished when enough have come, it closes.
+            members.connect(self._newcomers)
         least = members.least_of(version, wanted)
         while True:
             count = max(members.num_expected, least) if wanted is None else len(wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -129,3 +130,9 @@ def _optimizer_name(policy: Mapping[str, object]) -> object:
 
 def _is_enabled(key: str, value: object) -> bool:
     return key.endswith("_cfg") and isinstance(value, Mapping) and bool(value.get("enabled"))
+
+
+def absolute_if_directory(model: str) -> str:
+    """Return a model's name as ranks and engines find it, which run in another directory."""
+    # Any other name is looked up on the Hugging Face hub.
+    return os.path.abspath(model) if os.path.isdir(model) else model

@@ -1,9 +1,11 @@
 """Measure a refit on machines of one's own: `python -m rl_refit.bench`.
 
-    python -m rl_refit.bench                           both ends here, over shared memory
-    python -m rl_refit.bench --changed 0.01            patches of what has changed alone
-    python -m rl_refit.bench send FILE --host 10.0.0.1     the trainer's end, for other machines
-    python -m rl_refit.bench receive FILE              an engine's end, after FILE was copied there
+    python -m rl_refit.bench                             both ends here, over shared memory
+    python -m rl_refit.bench --changed 0.01              patches of what has changed alone
+    python -m rl_refit.bench send FILE --host 10.0.0.1   the trainer's end, for other machines
+    python -m rl_refit.bench receive FILE                an engine's end, where FILE was copied to
+
+Each of the last two has options of its own: `send --help`, `receive --help`.
 
 Tensors are those of a decoder, with random values; an engine copies each to a place of its own. In
 every round the tensors are first copied within the trainer's process, the measure of a refit, and
@@ -16,19 +18,21 @@ readable by its owner alone, and removed at the end.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from rl_refit.bench.ends import Work, decoder_tensors, local_receivers, receive_rounds, send_rounds
-from rl_refit.bench.picture import PHASES, draw, phases_of, summary, timeline
+from rl_refit.bench.picture import draw, ends_of, summary, table
+from rl_refit.errors import RefitError
 from rl_refit.sender import RefitSender
 from rl_refit.source import TensorSource
 
@@ -38,25 +42,37 @@ if TYPE_CHECKING:
 _BAD_INPUT = 2
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options; `role` is "both" without a command."""
-    parser = argparse.ArgumentParser(prog="python -m rl_refit.bench", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    _add_sender_options(parser, transport="shm")
-    parser.set_defaults(role="both", host="127.0.0.1")
-    commands = parser.add_subparsers(metavar="send | receive")
-    send = commands.add_parser("send", help="the trainer's end, for receivers elsewhere")
-    send.add_argument("file", type=Path, help="where the address is written; must not exist")
-    send.add_argument("--host", default="127.0.0.1", help="where others reach this machine")
-    _add_sender_options(send, transport="chain")
-    send.set_defaults(role="send")
-    receive = commands.add_parser("receive", help="an engine's end")
-    receive.add_argument("file", type=Path, help="what the sender has written")
-    receive.add_argument("--rank", type=int, default=0, help="from 0 to the number of receivers")
-    receive.add_argument("--device", default="cpu")
-    receive.add_argument("--picture", type=Path, help="a file for a picture of the last round")
-    receive.set_defaults(role="receive")
-    return parser.parse_args(arguments)
+class Invitation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a sender tells receivers elsewhere."""
+
+    address: dict[str, str | int]
+    rounds: int
+    timeout_s: float
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options, and the `role`: "send", "receive", or "both" without a command."""
+    role = arguments[0] if arguments and arguments[0] in ("send", "receive") else "both"
+    prog = "python -m rl_refit.bench"
+    if role == "both":
+        # No subparsers: an option before their command would be taken, and then forgotten.
+        parser = argparse.ArgumentParser(prog, "%(prog)s [send | receive] [options]", __doc__)
+        parser.formatter_class = argparse.RawDescriptionHelpFormatter
+        _add_sender_options(parser, transport="shm")
+        parser.set_defaults(host="127.0.0.1")
+    elif role == "send":
+        parser = argparse.ArgumentParser(f"{prog} send")
+        parser.add_argument("file", type=Path, help="where the address is written; a new file")
+        parser.add_argument("--host", default="127.0.0.1", help="where others reach this machine")
+        _add_sender_options(parser, transport="chain")
+    else:
+        parser = argparse.ArgumentParser(f"{prog} receive")
+        parser.add_argument("file", type=Path, help="what the sender has written")
+        parser.add_argument("--rank", type=int, default=0, help="of the receiver, from 0 on")
+        parser.add_argument("--device", default="cpu")
+        parser.add_argument("--picture", type=Path, help="a file for a picture of the last round")
+    parser.set_defaults(role=role)
+    return parser.parse_args(arguments[role != "both" :])
 
 
 def _add_sender_options(parser: argparse.ArgumentParser, *, transport: str) -> None:
@@ -84,8 +100,6 @@ def check(options: argparse.Namespace) -> None:
             '--picture needs matplotlib, which is not installed: pip install "rl-refit[plot]"'
         )
     if options.role == "receive":
-        if not options.file.is_file():
-            raise ValueError(f"FILE={options.file} does not exist: copy what `send` has written")
         return
     for name in ("mib", "receivers", "rounds", "timeout_s"):
         if getattr(options, name) <= 0:
@@ -97,10 +111,10 @@ def check(options: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _written(path: Path, content: Mapping[str, object]) -> Generator[None]:
+def _written(path: Path, invitation: Invitation) -> Generator[None]:
     """Have a file that its owner alone can read, until the block ends."""
-    with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-        json.dump(content, file)
+    with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+        file.write(msgspec.json.encode(invitation))
     try:
         yield
     finally:
@@ -134,14 +148,14 @@ def run_sender(
     """Measure, with receivers in processes of this machine or elsewhere, and print the result."""
     work = Work(rounds=options.rounds + 1, device=options.device, timeout_s=options.timeout_s)
     with ExitStack() as stack:
+        stack.enter_context(sender)
         pipes: list[Connection] = []
         if options.role == "both":
             receivers = local_receivers(sender.address, options.receivers, work)
             pipes = stack.enter_context(receivers)
         else:
-            waits = {"rounds": work.rounds, "timeout_s": work.timeout_s}
-            content = {"address": sender.address, **waits}
-            stack.enter_context(_written(options.file, content))
+            invitation = Invitation(sender.address, work.rounds, work.timeout_s)
+            stack.enter_context(_written(options.file, invitation))
             print(
                 f"waits for receivers of the ranks 0 to {options.receivers - 1}; for each, copy "
                 f"{options.file} there and run\n"
@@ -157,39 +171,56 @@ def run_sender(
     )
     print(summary(rounds, title=title))
     if options.picture is not None:
-        ends = {f"receiver {rank}": each for rank, each in enumerate(last.received)}
-        draw({"sender": last.sent, **ends}, options.picture)
+        draw({name: reports[-1] for name, reports in ends_of(rounds).items()}, options.picture)
 
 
-def run_receiver(options: argparse.Namespace) -> None:
+def read_invitation(path: Path) -> Invitation:
+    """Return what a sender has written.
+
+    Raises:
+        ValueError: There is no such file, or it was not written by `send`.
+    """
+    if not path.is_file():
+        raise ValueError(f"FILE={path} does not exist: copy what `send` has written")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Invitation)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"FILE={path} was not written by `send`: {error}") from error
+
+
+def run_receiver(options: argparse.Namespace, invitation: Invitation) -> None:
     """Receive all rounds of a sender elsewhere, and print what they took here."""
-    content = json.loads(options.file.read_text())
-    work = Work(rounds=content["rounds"], device=options.device, timeout_s=content["timeout_s"])
-    received = [*receive_rounds(content["address"], options.rank, work)][1:]
-    name = f"receiver {options.rank}"
-    print(f"{'seconds':28}" + "".join(f"{phase:>9}" for phase in PHASES))
-    print(f"{name:28}" + phases_of(received))
-    print("\n".join(["", *timeline({name: received[-1]})]))
+    work = Work(rounds=invitation.rounds, device=options.device, timeout_s=invitation.timeout_s)
+    received = [*receive_rounds(invitation.address, options.rank, work)][1:]
+    ends = {f"receiver {options.rank}": received}
+    print(table(ends))
     if options.picture is not None:
-        draw({name: received[-1]}, options.picture)
+        draw({name: reports[-1] for name, reports in ends.items()}, options.picture)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit status."""
-    options = parse(arguments)
+    options = parse(sys.argv[1:] if arguments is None else arguments)
     try:
         check(options)
         if options.role == "receive":
-            run_receiver(options)
-            return 0
-        tensors = decoder_tensors(options.mib, getattr(torch, options.dtype), options.device)
-        sender = open_sender(options, tensors)
+            run = partial(run_receiver, options, read_invitation(options.file))
+        else:
+            dtype = getattr(torch, options.dtype)
+            tensors = decoder_tensors(options.mib, dtype, options.device)
+            run = partial(run_sender, options, tensors, open_sender(options, tensors))
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return _BAD_INPUT
-    with sender:
-        run_sender(options, tensors, sender)
+        return _fail(error, status=_BAD_INPUT)
+    try:
+        run()
+    except (RefitError, TimeoutError) as error:
+        return _fail(error, status=1)
     return 0
+
+
+def _fail(error: Exception, *, status: int) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return status
 
 
 if __name__ == "__main__":

@@ -14,38 +14,47 @@ from rl_refit.report import RefitReport
 
 PHASES = ("join", "gather", "pack", "wire", "verify", "load", "resume")
 # Distinct for the colour-blind (Okabe and Ito 2008).
-_COLORS = ("#999999", "#56b4e9", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#999999")
+_COLORS = ("#999999", "#56b4e9", "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00")
 _COLUMNS = 72
 
 
+Ends = Mapping[str, Sequence[RefitReport]]
+"""The reports of the rounds by the name of the end that made them, the sender's first."""
+
+
 def summary(rounds: Sequence[Round], *, title: str) -> str:
-    """Return the medians over some rounds, and a picture in characters of the last one."""
-    last = rounds[-1]
+    """Return medians over some rounds against copies in memory, and `table`."""
     ratio = median(each.copy_s / each.sent.seconds for each in rounds)
     copy_s = median(each.copy_s for each in rounds)
     seconds = median(each.sent.seconds for each in rounds)
-    nbytes = last.sent.bytes
+    last = rounds[-1].sent
     lines = [
         title,
-        f"{'copied within the process':28}{copy_s:10.4f} s {nbytes / copy_s / 1e9:8.2f} GB/s",
-        f"{'sent':28}{seconds:10.4f} s {nbytes / seconds / 1e9:8.2f} GB/s"
+        f"{'copied within the process':28}{copy_s:10.4f} s {last.bytes / copy_s / 1e9:8.2f} GB/s",
+        f"{'sent':28}{seconds:10.4f} s {last.bytes / seconds / 1e9:8.2f} GB/s"
         f"   {ratio:.2f} of a copy's speed",
-        f"{'bytes to each receiver':28}{last.sent.bytes_sent / nbytes:10.4f} of all",
+        f"{'bytes to each receiver':28}{last.bytes_sent / last.bytes:10.4f} of all",
         "",
-        f"{'seconds':28}" + "".join(f"{phase:>9}" for phase in PHASES),
+        table(ends_of(rounds)),
     ]
+    return "\n".join(lines)
+
+
+def ends_of(rounds: Sequence[Round]) -> Ends:
+    """Return the reports of each end."""
     ends = {"sender": [each.sent for each in rounds]}
-    for rank in range(len(last.received)):
+    for rank in range(len(rounds[-1].received)):
         ends[f"receiver {rank}"] = [each.received[rank] for each in rounds]
+    return ends
+
+
+def table(ends: Ends) -> str:
+    """Return the median seconds of each phase, and when each ran in the last round."""
+    lines = [f"{'seconds':28}" + "".join(f"{phase:>9}" for phase in PHASES)]
     for name, reports in ends.items():
-        lines.append(f"{name:28}" + phases_of(reports))
+        medians = (median(getattr(each, f"{phase}_s") for each in reports) for phase in PHASES)
+        lines.append(f"{name:28}" + "".join(f"{seconds:9.4f}" for seconds in medians))
     return "\n".join([*lines, "", *timeline({name: each[-1] for name, each in ends.items()})])
-
-
-def phases_of(reports: Sequence[RefitReport]) -> str:
-    """Return the median seconds of each of `PHASES`, as a row of a table."""
-    medians = (median(getattr(each, f"{phase}_s") for each in reports) for phase in PHASES)
-    return "".join(f"{seconds:9.4f}" for seconds in medians)
 
 
 def timeline(ends: Mapping[str, RefitReport]) -> list[str]:

@@ -10,10 +10,9 @@ refit is then, on every member:
 
 In a round a rank sends each of its receivers one packed message. A slice whose receiver has what
 was sent last travels as a patch (`bases`), so that the sizes of its message are sent before it. A
-rank that fails says so in the
-agreement if it gets there; otherwise the others' waits end at their limit, or when its connections
-break. After a failure the receivers are poisoned (see `rl_refit.protocol`) and messages may be
-under way: make a new process group and a new `Exchange`.
+rank that fails says so in the agreement if it gets there; otherwise the others' waits end at their
+limit, or when its connections break. After a failure the receivers are poisoned (see
+`rl_refit.protocol`) and messages may be under way: make a new process group and a new `Exchange`.
 """
 
 # torch annotates its distributed functions only in part.
@@ -360,6 +359,11 @@ class Exchange:
         except RuntimeError as error:
             raise MemberLostError(f"{waited_for} cannot start: {error}") from error
 
+    def _run_collective(
+        self, call: Callable[[], dist.Work], waited_for: str, deadline: Deadline
+    ) -> None:
+        self._wait([(self._started(call, waited_for), waited_for)], deadline)
+
     def _wait(self, works: list[tuple[dist.Work, str]], deadline: Deadline) -> None:
         """Wait for all, and let go of them.
 
@@ -454,11 +458,9 @@ class Exchange:
         worst = torch.tensor(mine, device=self._device)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
-        waited_for = "agreement of all ranks"
-        works = [
-            (self._started(lambda: self._group.allreduce([worst], options), waited_for), waited_for)
-        ]
-        self._wait(works, deadline)
+        self._run_collective(
+            lambda: self._group.allreduce([worst], options), "agreement of all ranks", deadline
+        )
         if problem:
             raise VerificationError(problem)
         rank, newest, oldest, has_changed, last, first = worst.tolist()
@@ -537,11 +539,9 @@ class Exchange:
         return [row[:size].cpu().numpy().tobytes() for row, size in pairs]
 
     def _all_gather(self, rows: list[torch.Tensor], own: torch.Tensor, deadline: Deadline) -> None:
-        waited_for = "offer of all ranks"
-        works = [
-            (self._started(lambda: self._group.allgather([rows], [own]), waited_for), waited_for)
-        ]
-        self._wait(works, deadline)
+        self._run_collective(
+            lambda: self._group.allgather([rows], [own]), "offer of all ranks", deadline
+        )
 
 
 def _waited_for(*ranks: int) -> str:

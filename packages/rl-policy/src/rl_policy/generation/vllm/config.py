@@ -9,7 +9,6 @@ vLLM is not imported here: a config is checked before anything starts.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,8 @@ from rl_interfaces import GenerationConfig
 from rl_interfaces.backend.generation import SamplingConfig, resolve_pad_id, special_token_id
 from rl_interfaces.config.resolve import resolve_generation_config
 from rl_interfaces.config.schema import check_typed_dict
+
+from rl_policy.config.policy import absolute_if_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -159,12 +160,6 @@ def complete_section(generation: Mapping[str, Any]) -> dict[str, Any]:
     return asdict(VllmSection()) | _without_none(generation.get("vllm_cfg") or {})
 
 
-def _absolute_if_directory(model: str) -> str:
-    """Return a model as engines find it, which run in another working directory."""
-    # Any other name is looked up on the Hugging Face hub.
-    return os.path.abspath(model) if os.path.isdir(model) else model
-
-
 def parse_engine_config(
     config: Mapping[str, Any], *, seed: int, path: str = "generation"
 ) -> EngineConfig:
@@ -185,7 +180,7 @@ def parse_engine_config(
     given = config.get("vllm_cfg") or {}
     check_typed_dict(given, VllmSection, path=path)
     engine = EngineConfig(
-        model_name=_absolute_if_directory(config["model_name"]),
+        model_name=absolute_if_directory(config["model_name"]),
         is_colocated=(config.get("colocated") or {}).get("enabled", True),
         seed=seed,
         **_without_none(given),
