@@ -24,6 +24,8 @@ GLOBAL_BATCH, NUM_ROWS = 8, 16
 NUM_STEPS = NUM_ROWS // GLOBAL_BATCH
 # Two layers, and how many more show what one of them costs.
 NUM_LAYERS, MORE_LAYERS = 2, 1
+# Of a planted bug: it takes as many bytes as all else.
+_LOGITS_WIDTH = 4096
 _PACKED, _DYNAMIC = "sequence_packing", "dynamic_batching"
 _ADAPTERS = {"lora": {"enabled": True, "r": 4, "lora_alpha": 8}}
 # Layout, precision, section that plans micro-batches, further keys of `dtensor_cfg`.
@@ -133,12 +135,14 @@ def num_passes_of(batch):
 
 
 def measure_planted():
-    """Return the error of a device mixture, and the numbers of a life with each other bug."""
+    """Return the error of a device mixture, and the numbers of a life with all other bugs."""
     shallow, deep = build(NUM_LAYERS), build(NUM_LAYERS + MORE_LAYERS)
-    numbers = {}
-    for bug, patch in _BUGS.items():
-        with patch():
-            numbers[bug] = numbers_of_case("dp2", shallow, deep)
+    attention = _keeps_a_tensor(_reads_a_value(_loops_over_kernels(LlamaAttention.forward)))
+    with (
+        mock.patch.object(LlamaAttention, "forward", attention),
+        mock.patch.object(forward.TokenHead, "target_scores", _scores_with_logits),
+    ):
+        numbers = numbers_of_case("dp2", shallow, deep)
     with (
         fake_cuda(world_size=2),
         worker_for(config_of("dp2", shallow), init_reference_model=False) as worker,
@@ -152,7 +156,6 @@ def measure_planted():
 
 
 _padded_layout_of = layout.PaddedLayout.of.__func__
-_attention = LlamaAttention.forward
 _target_scores = forward.TokenHead.target_scores
 
 
@@ -160,44 +163,33 @@ def _of_host_lengths(cls, tokens, lengths, **options):
     return _padded_layout_of(cls, tokens, lengths.cpu(), **options)
 
 
-def _kept_tensor():
+def _keeps_a_tensor(attention):
     kept = []
 
-    def keep(model, *_args, **_options):
+    def keep(*args, **options):
         kept.append(torch.zeros(100, device="cuda"))
-        return _attention(model, *_args, **_options)
+        return attention(*args, **options)
 
-    return mock.patch.object(LlamaAttention, "forward", keep)
+    return keep
 
 
-def _read_in_a_layer():
-    def read(model, hidden_states, **options):
+def _reads_a_value(attention):
+    def read(layer, hidden_states, **options):
         assert float(hidden_states.abs().max()) < 1e9
-        return _attention(model, hidden_states, **options)
+        return attention(layer, hidden_states, **options)
 
-    return mock.patch.object(LlamaAttention, "forward", read)
+    return read
 
 
-def _loop_of_kernels():
-    def loop(model, hidden_states, **options):
+def _loops_over_kernels(attention):
+    def loop(layer, hidden_states, **options):
         hidden_states = torch.stack([row * 1.0 for row in hidden_states.unbind(1)], dim=1)
-        return _attention(model, hidden_states, **options)
+        return attention(layer, hidden_states, **options)
 
-    return mock.patch.object(LlamaAttention, "forward", loop)
-
-
-def _kept_logits():
-    def keep(head, model, tokens, *args, **options):
-        logits = torch.zeros(*tokens.shape, 4096, device="cuda")
-        found = _target_scores(head, model, tokens, *args, **options)
-        return dataclasses.replace(found, logprobs=found.logprobs + logits.sum() * 0)
-
-    return mock.patch.object(forward.TokenHead, "target_scores", keep)
+    return loop
 
 
-_BUGS = {
-    "kept tensor": _kept_tensor,
-    "read in a layer": _read_in_a_layer,
-    "loop of kernels": _loop_of_kernels,
-    "kept logits": _kept_logits,
-}
+def _scores_with_logits(head, model, tokens, *args, **options):
+    logits = torch.zeros(*tokens.shape, _LOGITS_WIDTH, device="cuda")
+    found = _target_scores(head, model, tokens, *args, **options)
+    return dataclasses.replace(found, logprobs=found.logprobs + logits.sum() * 0)

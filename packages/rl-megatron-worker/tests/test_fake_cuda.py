@@ -19,9 +19,9 @@ from rl_interfaces.testing.fake_cuda import (
 
 _TESTS = Path(__file__).parent
 _LIMITS = read_limits(_TESTS / "fake_cuda_limits.toml")
-_FAST = ["dp2_packed"]
-_SLOW = ["dp2_experts", "tp2_sp", "pp2_virtual", "cp2_packed", "ep2", "dp2_sinks", "cp2_linear"]
-_AT_A_TIME = 5  # in one process, well within the limit of a test
+_CASES = ["dp2_packed", "dp2_experts", "tp2_sp", "pp2_virtual", "cp2_packed", "ep2"]
+_CASES += ["dp2_sinks", "cp2_linear"]
+_AT_A_TIME = 4  # in one process, well within the limit of a test
 # Of a `train` call, whatever its size: the ranks' rows, the losses' counts, and the results.
 _READS_PER_CALL = 3
 _NUM_STEPS = 2
@@ -65,22 +65,15 @@ def problems(found):
     return lines
 
 
-@pytest.mark.slow
-def test_a_layout_is_within_the_list():
-    assert problems(measure(_FAST)) == []
-
-
 def groups():
-    """Return the cases of each slow test."""
-    cases = [case for case in _LIMITS if case not in _FAST]
-    if os.environ.get("PARITY") != "all":
-        cases = _SLOW
+    """Return the cases of each test."""
+    cases = list(_LIMITS) if os.environ.get("PARITY") == "all" else _CASES
     return [cases[first : first + _AT_A_TIME] for first in range(0, len(cases), _AT_A_TIME)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", groups(), ids=",".join)
-def test_other_layouts_are_within_the_list(cases):
+def test_layouts_are_within_the_list(cases):
     assert problems(measure(cases)) == []
 
 

@@ -547,10 +547,15 @@ def _table_of_all(values: torch.Tensor) -> torch.Tensor:
 
 def _short(frame: Any) -> str:
     """Return the file of a frame from the folder of its outermost package on."""
-    path = Path(frame.f_code.co_filename)
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    start = path.parts.index(package) if package in path.parts else -2
-    return "/".join(path.parts[start:])
+    return _within_package(frame.f_code.co_filename, package)
+
+
+@cache
+def _within_package(filename: str, package: str) -> str:
+    parts = Path(filename).parts
+    start = parts.index(package) if package in parts else -2
+    return "/".join(parts[start:])
 
 
 def describe_like(tensor: FakeTensor, other: FakeTensor) -> None:
