@@ -6,6 +6,7 @@ Python blocks share their names, as the cells of a notebook do.
 from __future__ import annotations
 
 import doctest
+import gc
 import json
 import os
 import subprocess
@@ -105,3 +106,5 @@ def install(step: dict[str, Any], names: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     run(json.loads(Path(sys.argv[1]).read_text()))
+    # Or the interpreter would look through all that is imported for garbage, a second with torch.
+    gc.freeze()

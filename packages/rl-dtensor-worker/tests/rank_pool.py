@@ -22,12 +22,6 @@ from rl_interfaces.backend.runtime import ReservedPort
 
 _LIMIT_S = 240
 _TESTS = Path(__file__).parent
-# What the functions of all tests import, so that no rank imports it again.
-_PRELOADED = [
-    "dtensor_case",
-    "save_until_killed",
-    *(path.stem for path in sorted(_TESTS.glob("*_ranks.py"))),
-]
 
 
 @cache
@@ -38,7 +32,7 @@ def rank_context(num_gpus=None):
     """
     if torch.cuda.device_count() if num_gpus is None else num_gpus:
         return multiprocessing.get_context("spawn")
-    multiprocessing.set_forkserver_preload(_PRELOADED)
+    multiprocessing.set_forkserver_preload(["forked_imports"])
     with pytest.MonkeyPatch.context() as patch:
         # The server ignores `sys.path`, and skips a module that it does not find without a word.
         patch.setenv("PYTHONPATH", os.pathsep.join([str(_TESTS), *filter(None, sys.path)]))

@@ -21,12 +21,6 @@ from torch.distributed import TCPStore
 
 _LIMIT_S = 240
 _TESTS = Path(__file__).parent
-# What the functions of all tests import, so that no rank imports it again.
-_PRELOADED = [
-    "rl_megatron_worker",
-    "megatron_case",
-    *(path.stem for path in sorted(_TESTS.glob("*_ranks.py"))),
-]
 
 
 def _run_rank(rank, num_ranks, port, connection, function, kwargs):
@@ -59,7 +53,7 @@ def _rank_context(num_gpus=None):
     """
     if torch.cuda.device_count() if num_gpus is None else num_gpus:
         return multiprocessing.get_context("spawn")
-    multiprocessing.set_forkserver_preload(_PRELOADED)
+    multiprocessing.set_forkserver_preload(["forked_imports"])
     with pytest.MonkeyPatch.context() as patch:
         # The server ignores `sys.path`, and skips a module that it does not find without a word.
         patch.setenv("PYTHONPATH", str(_TESTS))

@@ -114,6 +114,8 @@ def main() -> None:
         told = " ".join(error.format_message().split())
         typer.echo(f"error: {told} ({error.ctx.command_path} --help)", err=True)
         status = BAD_INPUT
+    # Python looks for garbage once more at its end: with torch imported that takes a second.
+    gc.freeze()
     sys.exit(status)
 
 
