@@ -1,6 +1,7 @@
 """Recipes by entry point: what is listed, what is refused, and a stranger's that runs."""
 
 import importlib
+import shutil
 import sys
 from pathlib import Path
 
@@ -23,7 +24,8 @@ def register(tmp_path, monkeypatch):
 
     def register(*lines):
         info = tmp_path / "stranger_recipes-1.0.dist-info"
-        info.mkdir(exist_ok=True)
+        shutil.rmtree(info, ignore_errors=True)  # as an installer does
+        info.mkdir()
         metadata = "Metadata-Version: 2.1\nName: stranger-recipes\nVersion: 1.0\n"
         (info / "METADATA").write_text(metadata)
         text = "\n".join(["[rl_policy.recipes]", *lines, ""])
