@@ -7,6 +7,7 @@ import math
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import (
     Annotated,
     Any,
@@ -168,10 +169,16 @@ def as_mapping(value: object, *, path: str) -> Mapping[str, object]:
     return cast("Mapping[str, object]", value)
 
 
+@cache
+def _hints_of(typed_dict: type) -> Mapping[str, object]:
+    """Return the types of the keys, which Python compiles from text at each call."""
+    return get_type_hints(typed_dict, include_extras=True)
+
+
 def _typed_dict_problem(value: object, typed_dict: type, *, path: str) -> _Problem | None:
     if not isinstance(value, Mapping):
         return _wrong_type(value, "a mapping", path=path)
-    hints = get_type_hints(typed_dict, include_extras=True)
+    hints = _hints_of(typed_dict)
     for key, entry in cast("Mapping[str, object]", value).items():
         if key not in hints:
             near = difflib.get_close_matches(str(key), hints, n=1)
@@ -237,7 +244,7 @@ def _entries(value: object, expected: object, *, path: str) -> Iterator[tuple[ob
         is_off = is_section and section.get("enabled", True) is False
         if is_off or not (is_section or origin is dict):
             return
-        hints = get_type_hints(expected, include_extras=True) if is_section else {}
+        hints: Mapping[str, object] = _hints_of(cast("type", expected)) if is_section else {}
         for key, entry in section.items():
             yield entry, hints[key] if is_section else arguments[1], f"{path}.{key}"
 
