@@ -3,8 +3,12 @@
 import multiprocessing
 import os
 import traceback
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from plain_conformance_case import plain_case
@@ -85,10 +89,21 @@ def check_on_rank(connection, rank, port, directory, worker_class, rules):
         connection.send(traceback.format_exc())
 
 
+@cache
+def forked():
+    """Return the context of processes that are forked from one that has imported this module."""
+    multiprocessing.set_forkserver_preload([Path(__file__).stem])
+    with pytest.MonkeyPatch.context() as patch:
+        # The server ignores `sys.path`, and skips a module that it does not find without a word.
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+        forkserver.ensure_running()
+    return multiprocessing.get_context("forkserver")
+
+
 def check_on_two_ranks(directory, worker_class, rules=RULES):
     """Return what both ranks report, or the text of their error."""
     port = ReservedPort()
-    context = multiprocessing.get_context("spawn")
+    context = forked()
     ends, processes = [], []
     for rank in range(2):
         ours, theirs = context.Pipe()
