@@ -2,7 +2,8 @@
 
 Both sides of a refit by deltas hold a `Base`: the bytes of all buckets of the last version that
 every receiver has loaded. The sender compares the new tensors with its own, and sends a *patch* of
-each bucket; a receiver applies it to its own, whose digest must then be that of the full bucket.
+each bucket; a receiver applies it to its own, whose digest must then be that of the full bucket. An
+engine that receives into its own tensors has no other base than these: `OwnTensors`.
 
 A bucket is compared in 16-bit words, so that a word is an element of bfloat16 and float16. Each
 piece of a tensor is cut into *slices* of at most 65,536 words, which 16 bits can index. A patch is,
@@ -20,14 +21,15 @@ from the counts and the plan.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 
-from rl_refit.digest import bytes_of
+from rl_refit.digest import DIGESTS, bytes_of
 from rl_refit.host_memory import available_bytes
 from rl_refit.plan import Bucket, RefitPlan
 
@@ -89,6 +91,14 @@ class Base:
         """Return a bucket as words, `[nbytes / 2]`: a view."""
         return self.buckets[bucket.index].numpy().view(np.uint16)
 
+    def places(self, bucket: Bucket) -> list[Words]:
+        """Return the words of each slice of a bucket: views."""
+        return cut(self.words(bucket), self.slices(bucket))
+
+    def digest(self, bucket: Bucket, kind: str) -> int:
+        """Return the digest of a bucket, of a kind of `DIGESTS`."""
+        return DIGESTS[kind](self.buckets[bucket.index], position=bucket.index)
+
     def update(self, bucket: Bucket, data: torch.Tensor) -> None:
         """Replace a bucket by its full bytes (`[nbytes]`, uint8)."""
         self.buckets[bucket.index].copy_(data)
@@ -97,6 +107,63 @@ class Base:
         """Release the memory."""
         self.buckets = ()
         self.version = None
+
+
+class OwnTensors:
+    """A base that is an engine's own tensors: patches are applied where it reads its weights.
+
+    So there is no copy of them, and no load. Who changes a tensor is found by the digest.
+
+    Args:
+        plan: The buckets.
+        tensors: The engine's, contiguous, by name; see `fit`.
+
+    Attributes:
+        version: Whose bytes they are; None before the first, and while they change.
+    """
+
+    def __init__(self, plan: RefitPlan, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.version: int | None = None
+        self._plan = plan
+        self._data = [bytes_of(tensors[spec.name]) for spec in plan.specs]
+
+    @staticmethod
+    def fit(plan: RefitPlan, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Return whether all tensors of a plan are there, in host memory and of full words."""
+        return all(
+            (own := tensors.get(spec.name)) is not None
+            and own.device.type == "cpu"
+            and own.nbytes % 2 == 0
+            for spec in plan.specs
+        )
+
+    def places(self, bucket: Bucket) -> list[Words]:
+        """Return the words of each slice of a bucket: views of the tensors."""
+        pieces = [data.view(np.uint16) for data in self._pieces(bucket)]
+        return [place for words in pieces for place in cut(words, slices_of_words(len(words)))]
+
+    def digest(self, bucket: Bucket, kind: str) -> int:
+        """Return the digest of a bucket with these tensors in it, of the kind "xxh3"."""
+        assert kind == "xxh3"
+        running = xxhash.xxh3_64(seed=bucket.index)
+        end = 0
+        for piece, data in zip(bucket.pieces, self._pieces(bucket), strict=True):
+            running.update(bytes(piece.offset - end))
+            running.update(data.data)
+            end = piece.offset + piece.size
+        running.update(bytes(bucket.nbytes - end))
+        return running.intdigest()
+
+    def close(self) -> None:
+        """Let go of the tensors."""
+        self._data = []
+        self.version = None
+
+    def _pieces(self, bucket: Bucket) -> list[npt.NDArray[np.uint8]]:
+        return [
+            self._data[piece.tensor][piece.start : piece.start + piece.size].numpy()
+            for piece in bucket.pieces
+        ]
 
 
 def slices_of(bucket: Bucket) -> tuple[tuple[int, int], ...]:
@@ -116,6 +183,11 @@ def slices_of_words(num_words: int) -> tuple[tuple[int, int], ...]:
     return tuple(
         (start, min(SLICE_WORDS, num_words - start)) for start in range(0, num_words, SLICE_WORDS)
     )
+
+
+def cut(words: Words, slices: Sequence[tuple[int, int]]) -> list[Words]:
+    """Return the words of each slice: views."""
+    return [words[start : start + size] for start, size in slices]
 
 
 def words_of(tensor: torch.Tensor) -> Words:
@@ -206,24 +278,23 @@ class PatchWriter:
             self._values.append(values)
 
 
-def apply_patch(base: Words, slices: Sequence[tuple[int, int]], patch: torch.Tensor) -> int:
+def apply_patch(places: Sequence[Words], patch: torch.Tensor) -> int:
     """Apply a patch to a bucket; return the number of words that it sets.
 
     Args:
-        base: `[words]` of the bucket.
-        slices: See `slices_of`.
+        places: The words of each slice, in order.
         patch: `[bytes]`, uint8.
 
     Raises:
-        ValueError: Its lengths or positions are not those of a patch of this bucket. The base may
+        ValueError: Its lengths or positions are not those of a patch of this bucket. The words may
             have been changed.
     """
     data = patch.numpy()
-    head = 4 * len(slices)
+    head = 4 * len(places)
     if len(data) < head:
-        raise ValueError(f"a patch of {len(data)} bytes for {len(slices)} slices")
+        raise ValueError(f"a patch of {len(data)} bytes for {len(places)} slices")
     counts = data[:head].view(np.uint32)
-    sizes = np.array([size for _, size in slices], dtype=np.int64)
+    sizes = np.array([len(words) for words in places], dtype=np.int64)
     is_full = counts == FULL
     total, num_full = int(counts[~is_full].sum(dtype=np.int64)), int(sizes[is_full].sum())
     due = head + 4 * total + 2 * num_full
@@ -232,22 +303,22 @@ def apply_patch(base: Words, slices: Sequence[tuple[int, int]], patch: torch.Ten
         raise ValueError(f"a patch of {len(data)} bytes, of which {due} are accounted for")
     words = data[head:].view(np.uint16)
     positions, values, full = np.split(words, [total, 2 * total])
-    _set_words(base, slices, counts.tolist(), positions, values, full)
+    _set_words(places, counts.tolist(), positions, values, full)
     return total + num_full
 
 
 def _set_words(
-    base: Words,
-    slices: Sequence[tuple[int, int]],
+    places: Sequence[Words],
     counts: Sequence[int],
     positions: Words,
     values: Words,
     full: Words,
 ) -> None:
     num_set = num_full = 0
-    for (start, size), count in zip(slices, counts, strict=True):
+    for words, count in zip(places, counts, strict=True):
+        size = len(words)
         if count == FULL:
-            base[start : start + size] = full[num_full : num_full + size]
+            words[:] = full[num_full : num_full + size]
             num_full += size
         elif count:
             end = num_set + count
@@ -255,5 +326,5 @@ def _set_words(
             # 16 bits cannot tell of a word beyond the end of a slice of the largest size.
             if size < SLICE_WORDS and where.max() >= size:
                 raise ValueError("a patch sets words beyond the end of its slice")
-            base[start : start + size][where] = values[num_set:end]
+            words[where] = values[num_set:end]
             num_set = end
