@@ -21,8 +21,12 @@ from the counts and the plan.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +42,10 @@ Words = npt.NDArray[np.uint16]
 SLICE_WORDS = 1 << 16
 """Most words of a slice: what 16 bits can index, and small enough to stay in the cache."""
 FULL = 0xFFFFFFFF
+SEARCH_WORDS = 8 * SLICE_WORDS
+"""Most words that are compared in one call: two versions of 1 MiB, which a core's caches hold."""
+
+_memory = threading.local()
 
 _SPARE = 1.1
 """Share of a copy's bytes that must be available for it."""
@@ -202,6 +210,18 @@ def words_of(tensor: torch.Tensor) -> Words:
     return data.numpy().view(np.uint16)
 
 
+class _Changes(NamedTuple):
+    """What differs in some slices, in their order: see the module for each part of a patch."""
+
+    counts: list[int]
+    positions: Words
+    values: Words
+    full: list[Words]
+    num_changed: int
+    end: int
+    """Of the last slice in the bucket, in words."""
+
+
 @dataclass(slots=True)
 class PatchWriter:
     """Collects the changes of one bucket, and brings the base up to date.
@@ -211,15 +231,16 @@ class PatchWriter:
         slices: See `slices_of`.
         updates: Whether the base takes the new words over. If not, those that are added must stay
             as they are until the patch is written.
+        each: Calls a function with each of some arguments, and yields the results in order: `map`,
+            or that of an executor with threads.
         num_changed: Words that have changed so far.
     """
 
     base: Words
     slices: Sequence[tuple[int, int]]
     updates: bool = True
+    each: Callable[..., Iterator[Any]] = map
     num_changed: int = 0
-    # Reused by every slice, so that it stays in the cache.
-    _differs: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(SLICE_WORDS, np.bool_))
     _counts: list[int] = field(default_factory=list[int])
     _positions: list[Words] = field(default_factory=list[Words])
     _values: list[Words] = field(default_factory=list[Words])
@@ -235,14 +256,20 @@ class PatchWriter:
         """Compare the new words of the next piece with the base.
 
         Yields:
-            After each slice, its end in the bucket, in bytes.
+            After every few slices, the end of the last one in the bucket, in bytes.
         """
-        begin = 0
-        while begin < len(piece):
-            start, size = self.slices[len(self._counts)]
-            self._add_slice(self.base[start : start + size], piece[begin : begin + size])
-            begin += size
-            yield 2 * (start + size)
+        first = self.slices[len(self._counts)][0] if len(piece) else 0
+        parts = [
+            (first + begin, piece[begin : begin + SEARCH_WORDS])
+            for begin in range(0, len(piece), SEARCH_WORDS)
+        ]
+        for found in self.each(self._compare, *zip(*parts, strict=True)) if parts else ():
+            self._counts += found.counts
+            self._positions.append(found.positions)
+            self._values.append(found.values)
+            self._full += found.full
+            self.num_changed += found.num_changed
+            yield 2 * found.end
 
     def write(self, buffer: torch.Tensor) -> int:
         """Write the patch into a buffer (`[bytes]`, uint8) that has room; return its size."""
@@ -256,26 +283,49 @@ class PatchWriter:
             np.concatenate(parts, out=words)
         return self.nbytes
 
-    def _add_slice(self, old: Words, new: Words) -> None:
-        differs = np.not_equal(old, new, out=self._differs[: len(old)])
-        count = int(np.count_nonzero(differs))
-        self.num_changed += count
-        if count == 0:
-            self._counts.append(0)
-        elif 2 * count >= len(old):
-            self._counts.append(FULL)
-            if self.updates:
-                old[:] = new
-            # A view, whose bits stay until the patch is written.
-            self._full.append(old if self.updates else new)
-        else:
-            positions = np.flatnonzero(differs)
-            values = new[positions]
-            if self.updates:
-                old[positions] = values
-            self._counts.append(count)
-            self._positions.append(positions.astype(np.uint16))
-            self._values.append(values)
+    def _compare(self, start: int, new: Words) -> _Changes:
+        """Compare consecutive slices with those of the base that begin at the word `start`."""
+        end = start + len(new)
+        old = self.base[start:end]
+        where = np.flatnonzero(np.not_equal(old, new, out=_scratch(len(new))))
+        bounds = [*range(0, len(new), SLICE_WORDS), len(new)]
+        counts = np.diff(np.searchsorted(where, bounds))
+        is_full = 2 * counts >= np.diff(bounds)
+        listed = where[~np.repeat(is_full, counts)] if is_full.any() else where
+        values = new[listed]
+        if self.updates and len(listed) == len(where):
+            old[where] = values
+        elif self.updates:
+            old[:] = new
+        # Views, whose bits stay until the patch is written.
+        words = old if self.updates else new
+        full = [words[bounds[index] : bounds[index + 1]] for index in np.flatnonzero(is_full)]
+        return _Changes(
+            counts=np.where(is_full, FULL, counts).tolist(),
+            # Of 16 bits, they begin anew with each slice.
+            positions=listed.astype(np.uint16),
+            values=values,
+            full=full,
+            num_changed=len(where),
+            end=end,
+        )
+
+
+@contextmanager
+def search_threads() -> Generator[Callable[..., Iterator[Any]]]:
+    """Yield a `map` in as many threads as torch computes with, for `PatchWriter.each`."""
+    if (num_threads := torch.get_num_threads()) == 1:
+        yield map
+        return
+    with ThreadPoolExecutor(num_threads, "rl-refit-search") as threads:
+        yield threads.map
+
+
+def _scratch(num_words: int) -> npt.NDArray[np.bool_]:
+    """Return memory for a comparison, used again by each of a thread, so that it stays cached."""
+    if (memory := getattr(_memory, "differs", None)) is None:
+        memory = _memory.differs = np.empty(SEARCH_WORDS, np.bool_)
+    return memory[:num_words]
 
 
 def apply_patch(places: Sequence[Words], patch: torch.Tensor) -> int:
