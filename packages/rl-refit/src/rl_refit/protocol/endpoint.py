@@ -105,11 +105,10 @@ class _PendingConnections(Closing):
         """Return a descriptor that is readable if `wait` has something to do."""
         return self._selector.fileno()
 
-    def close_pending(self) -> None:
-        """Close all pending connections."""
-        for sock in list(self._pending):
-            self._remove(sock)
-            sock.close()
+    def close_late(self) -> None:
+        """Close those that had time to reply."""
+        while self._evict_oldest():
+            pass
 
     def close(self) -> None:
         """Close all pending connections, and wait for no more. May be called again."""
@@ -227,7 +226,8 @@ class Endpoint:
         """Return the channels of `count` receivers by rank, once that many are connected.
 
         A connection of another user, or without the token, is closed; a silent one delays no other
-        and is closed at the end. A second connection of a rank replaces the first.
+        and is closed at the end. A second connection of a rank replaces the first. Handshakes that
+        have just begun then go on at the next call: they may be of a receiver that was dropped.
 
         Args:
             count: Number of ranks to wait for.
@@ -256,7 +256,7 @@ class Endpoint:
                 channel.close(error)
             raise
         finally:
-            self._pending.close_pending()
+            self._pending.close_late()
         return channels
 
     def admit(self, *, settle_s: float = 0.0) -> dict[int, Channel]:
