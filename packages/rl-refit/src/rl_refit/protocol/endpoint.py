@@ -105,6 +105,12 @@ class _PendingConnections(Closing):
         """Return a descriptor that is readable if `wait` has something to do."""
         return self._selector.fileno()
 
+    def close_pending(self) -> None:
+        """Close all pending connections."""
+        for sock in list(self._pending):
+            self._remove(sock)
+            sock.close()
+
     def close_late(self) -> None:
         """Close those that had time to reply."""
         while self._evict_oldest():
@@ -254,10 +260,14 @@ class Endpoint:
         except BaseException as error:
             for channel in channels.values():
                 channel.close(error)
+            self.turn_away()
             raise
-        finally:
-            self._pending.close_late()
+        self._pending.close_late()
         return channels
+
+    def turn_away(self) -> None:
+        """Close connections whose handshake has begun: nothing follows that they could wait for."""
+        self._pending.close_pending()
 
     def admit(self, *, settle_s: float = 0.0) -> dict[int, Channel]:
         """Return the channels of those that have authenticated by now, by rank.
