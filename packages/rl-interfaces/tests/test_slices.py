@@ -1,9 +1,12 @@
-"""Slices in place of full tensors, where they cannot be sent."""
+"""Slices in place of full tensors: to some receivers alone, and where they cannot be sent."""
+
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from rl_interfaces.backend.transfer import LayeredSource, WeightTransfer
-from rl_refit import RefitError
+from rl_refit import RefitReceiver
+from rl_refit.resharding import Box, SliceReceiver, Want, local_shards
 from rl_refit.source import TensorSource
 
 pytestmark = pytest.mark.needs("rl-interfaces[backend]")
@@ -14,19 +17,32 @@ def transfer(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
-    source = TensorSource({"weight": torch.zeros(2, 2)})
-    source.shards = dict
+    tensors = {"weight": torch.arange(4.0).reshape(2, 2)}
+    source = TensorSource(tensors)
+    source.shards = lambda: local_shards(tensors)
     device = torch.device("cpu")
     transfer = WeightTransfer(source, rank=0, device=device, device_id="cpu", timeout_s=5.0)
     yield transfer
     transfer.close()
 
 
-def test_slices_go_to_all_receivers_or_none(transfer):
-    address = transfer.open(receivers_per_rank=[2], slices=True, transport="shm")
-    assert address
-    with pytest.raises(RefitError, match=r"not to \[1\] alone: .*slices=False"):
-        transfer.send(1, receivers=[1])
+def test_slices_go_to_those_alone_that_are_named(transfer):
+    address = transfer.open(receivers_per_rank=[2], slices=True, transport="shm", min_receivers=1)
+    place = torch.zeros(1, 2)
+    wanted = [Want("weight", (2, 2), Box((1, 0), (1, 2)), place)]
+    with (
+        RefitReceiver(address, 1, timeout_s=5.0) as receiver,
+        SliceReceiver(1, timeout_s=5.0) as slices,
+        ThreadPoolExecutor() as threads,
+    ):
+        receiver.begin(1)
+        received = threads.submit(
+            receiver.receive, 1, lambda tensors: slices.receive(tensors, 1, wanted)
+        )
+        metrics = transfer.send(1, receivers=[1])
+        received.result(timeout=5)
+    assert place.tolist() == [[2.0, 3.0]]
+    assert (metrics["refit_bytes_sent"], metrics["refit_bytes"]) == (8, 16)
 
 
 def test_a_source_without_shards_names_itself():

@@ -204,8 +204,12 @@ def test_an_engine_that_dies_is_replaced_while_the_run_goes_on(begin, workplace,
     assert {row["rollouts_dropped"] for row in rows} == {0}
 
 
-def test_one_of_two_engines_that_dies_is_replaced_alone(begin, workplace):
-    run = begin(*RUN, "async.too_old=wait", "policy.generation.colocated.resources.gpus_per_node=2")
+@pytest.mark.parametrize(
+    "refit", [[], ["refit.slices=true", "refit.delta=true"]], ids=["full", "slices"]
+)
+def test_one_of_two_engines_that_dies_is_replaced_alone(begin, workplace, refit):
+    engines = "policy.generation.colocated.resources.gpus_per_node=2"
+    run = begin(*RUN, *refit, "async.too_old=wait", engines)
 
     def is_past():
         assert run.poll() is None, run.stderr.read()

@@ -57,10 +57,13 @@ def change(tensors: Tensors, share: float) -> None:
 
 
 def serve(
-    pipe: Connection, addresses: dict[str, dict[str, str | int]], shapes: dict[str, torch.Size]
+    pipe: Connection,
+    addresses: dict[str, dict[str, str | int]],
+    shapes: dict[str, torch.Size],
+    threads: int,
 ) -> None:
     """Be the receiving process: receive a version in the way that the driver names."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     target = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     receivers = {
         way: RefitReceiver(address, timeout_s=120, into=target)
@@ -87,7 +90,9 @@ def measure(tensors: Tensors, transport: str, *, shares: Sequence[float], rounds
     pipe, other = context.Pipe()
     addresses = {way: dict(sender.address) for way, sender in senders.items()}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    process = context.Process(target=serve, args=(other, addresses, shapes), daemon=True)
+    process = context.Process(
+        target=serve, args=(other, addresses, shapes, torch.get_num_threads()), daemon=True
+    )
     process.start()
 
     def refit(way: str, version: int) -> tuple[RefitReport, float]:
@@ -140,10 +145,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"))
     parser.add_argument("--mb", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1, help="of torch, in each process")
     parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
     parser.add_argument("--transports", nargs="+", default=["shm", "collective"])
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     tensors = make_tensors(options.mb)
     rows = [
         row

@@ -5,6 +5,8 @@ import socket
 import stat
 import struct
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -121,6 +123,9 @@ def test_who_has_no_token_reads_a_nonce_and_nothing_else(endpoint):
 
 def test_a_silent_guest_keeps_nobody_waiting(endpoint):
     silent = [dial(endpoint.address, Deadline(1)) for _ in range(3)]
+    for _ in silent:
+        endpoint.admit()
+    time.sleep(1.1 * endpoint_module._REPLY_WITHIN_S)
     (client,), served = meet(endpoint, [TOKEN])
     client.close()
     served[0].close()
@@ -129,6 +134,19 @@ def test_a_silent_guest_keeps_nobody_waiting(endpoint):
         sock.recv(100)
         assert sock.recv(100) == b""
         sock.close()
+
+
+def test_a_handshake_that_has_begun_goes_on_at_the_next_call(endpoint):
+    newcomer = dial(endpoint.address, Deadline(1))
+    (first,), served = meet(endpoint, [TOKEN])
+    with ThreadPoolExecutor() as threads:
+        reply = threads.submit(connect, newcomer, token=TOKEN, rank=7, deadline=Deadline(1))
+        admitted = {}
+        while not reply.done():
+            admitted |= endpoint.admit()
+    assert list(admitted) == [7]
+    for channel in (first, reply.result(), *served.values(), *admitted.values()):
+        channel.close()
 
 
 def dial_until_full(endpoint, crowd):

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from refit_pairs import LIMIT_S, DeltaPair
 from rl_refit import RefitError, RefitSender, TensorSource, VerificationError
 from rl_refit import delta as delta_module
-from rl_refit.delta import FULL, SLICE_WORDS, Base, PatchWriter, apply_patch, slices_of, words_of
+from rl_refit.delta import (
+    FULL,
+    SLICE_WORDS,
+    Base,
+    OwnTensors,
+    PatchWriter,
+    apply_patch,
+    slices_of,
+    words_of,
+)
 from rl_refit.digest import RunningDigest
 from rl_refit.ends import outbound
 from rl_refit.plan import RefitPlan
@@ -98,7 +107,7 @@ def test_any_patch_makes_the_new_version_of_the_old(seed, share):
     base, wanted = Base(plan), Base(plan)
     fill(base, plan, old)
     fill(wanted, plan, new)
-    apply_patch(base.words(plan.buckets[0]), slices, patch)
+    apply_patch(base.places(plan.buckets[0]), patch)
     assert torch.equal(base.buckets[0], wanted.buckets[0])
     assert torch.equal(written.buckets[0], wanted.buckets[0])
     # Never more than the new version and the table.
@@ -121,9 +130,9 @@ def test_a_patch_with_other_lengths_or_positions_is_refused(spoil, reason):
     old = {"a": torch.arange(8, dtype=torch.int16), "b": torch.arange(4, dtype=torch.int16)}
     new = {"a": old["a"].clone(), "b": old["b"]}
     new["a"][2] = 100
-    base, slices, patch = patch_between(old, new)
+    base, _, patch = patch_between(old, new)
     with pytest.raises(ValueError, match=reason):
-        apply_patch(base.words(plan_of(old).buckets[0]), slices, spoil(patch))
+        apply_patch(base.places(plan_of(old).buckets[0]), spoil(patch))
 
 
 def set_bytes(patch, start, values):
@@ -215,6 +224,67 @@ def test_receivers_with_tensors_of_their_own_and_a_load_get_every_version():
             for name, tensor in tensors.items():
                 assert torch.equal((own | engine.weights)[name], tensor), (version, name)
             change(tensors, 0.01, generator)
+
+
+def weights_of_words(seed=0):
+    """Return tensors of which each has an even number of bytes."""
+    weights = some_weights(seed)
+    return {name: tensor for name, tensor in weights.items() if tensor.nbytes % 2 == 0}
+
+
+def base_of(engine):
+    return engine.receiver._session.base
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_patches_are_applied_to_the_engines_own_tensors(transport):
+    tensors, generator = weights_of_words(), torch.Generator().manual_seed(1)
+    own = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    with delta_world(transport, tensors, 1, engine={"into": own}, num_buffers=2) as world:
+        for version, share in enumerate((1.0, 0.01, 0.0, 0.2, 1.0, 0.01), 1):
+            change(tensors, share, generator)
+            results = world.refit(version)
+            must(results)
+            world.sender.commit(version)
+            assert (results[0].changed is None) == (version == 1)
+            assert isinstance(base_of(world.engines[0]), OwnTensors)
+            for name, tensor in tensors.items():
+                assert torch.equal(own[name], tensor), (version, name)
+            assert not world.engines[0].weights
+
+
+def test_own_tensors_that_somebody_changed_fail_the_refit_and_the_next_is_full():
+    tensors, generator = weights_of_words(), torch.Generator().manual_seed(1)
+    own = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    with delta_world("shm", tensors, 1, engine={"into": own}) as world:
+        must(world.refit(1))
+        own["head"][7, 7] += 1
+        change({"embed": tensors["embed"]}, 0.02, generator)
+        require_errors(world.refit(2), VerificationError, "a tensor that somebody changed")
+        results = world.refit(2)
+        must(results)
+        assert results[0].changed is None
+        assert all(torch.equal(own[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("bucket_bytes", [4096, 64 << 20])
+def test_own_tensors_have_the_digest_of_their_bucket(bucket_bytes):
+    tensors = weights_of_words()
+    plan = plan_of(tensors, bucket_bytes)
+    copy, own = Base(plan), OwnTensors(plan, tensors)
+    for bucket in plan.buckets:
+        for piece in bucket.pieces:
+            data = tensors[plan.specs[piece.tensor].name].view(-1).view(torch.uint8)
+            place = copy.buckets[bucket.index][piece.offset : piece.offset + piece.size]
+            place.copy_(data[piece.start : piece.start + piece.size])
+        assert own.digest(bucket, "xxh3") == copy.digest(bucket, "xxh3")
+        assert [len(words) for words in own.places(bucket)] == [
+            size for _, size in copy.slices(bucket)
+        ]
+    assert not OwnTensors.fit(plan, {**tensors, "head": tensors["head"].to("meta")})
+    assert not OwnTensors.fit(plan, {"head": tensors["head"]})
+    odd = {"mask": torch.ones(13, dtype=torch.bool)}
+    assert not OwnTensors.fit(plan_of(odd), odd)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -527,7 +527,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
             adapters: "merged" into the weights, or "alone": `send_weights` then sends the weights
                 without them as well, and `send_adapters` nothing else.
             slices: Send from every rank what the receivers consume of its own shards, and gather
-                nothing; `transport`, "shm" or "collective", then only invites them.
+                nothing; `transport`, "shm" or "chain", then only invites them.
             options: Further arguments of `rl_refit.RefitSender`, such as `bucket_bytes`, `verify`;
                 with `slices` of `rl_refit.resharding.ReshardSender`, such as `delta`; and
                 `quantized`, the tensors that are sent in block-FP8.

@@ -298,7 +298,7 @@ class WeightLink(Generic[CallT]):
         self._staging = staging
         self._kv_cache = kv_cache
         self._membership = membership_of(engines)
-        if self._membership is not None and not is_paired and not slices:
+        if self._membership is not None and not is_paired:
             # An engine that dies does not keep the others from new weights.
             options = {"min_receivers": 1, **options}
         quantized = engines.quantized_tensors() if isinstance(engines, QuantizedEngines) else ()

@@ -61,7 +61,9 @@ class RefitReceiver(Closing):
             is refused.
         into: The engine's own contiguous tensors by name. Received tensors of these names are
             copied into them, piece by piece, and not passed to `load`: the fastest way for an
-            engine whose weights have the trainer's names and shapes.
+            engine whose weights have the trainer's names and shapes. If they are all of them, on a
+            CPU, what has changed is set in them, and nobody else may change them: a sender with
+            `delta` then needs no copy on this side.
         keep_spans: Report when each phase ran, see `RefitReport.spans`.
 
     Raises:

@@ -217,6 +217,8 @@ class RefitSender(Closing):
                 report = self._exhaust(version, tensors, watch)
         except BaseException as error:
             self._disconnect(error)
+            if self._endpoint is not None:
+                self._endpoint.turn_away()
             # Not after KeyboardInterrupt or SystemExit, which must not wait for further gathers.
             if isinstance(error, Exception):
                 _drain(tensors)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from rl_refit import RefitError, RefitSender, block_fp8
+from rl_refit import RefitSender, block_fp8
 from rl_refit.compat.broadcast import BroadcastGroup
 from rl_refit.compat.handles import HandleOwner
 from rl_refit.protocol.endpoint import address_towards
@@ -267,8 +267,7 @@ class WeightTransfer:
             receivers: See `rl_refit.RefitSender.send`.
 
         Raises:
-            RefitError: A receiver failed or did not answer in time, or slices would have to be
-                sent to some receivers alone.
+            RefitError: A receiver failed or did not answer in time.
         """
         if self._sender is None:
             raise RuntimeError("no refit is open: call open_refit() first")
@@ -280,12 +279,7 @@ class WeightTransfer:
     def _send_slices(
         self, sender: ReshardSender, version: int, receivers: Sequence[int] | None
     ) -> dict[str, float]:
-        if receivers is not None:
-            raise RefitError(
-                f"slices go to all receivers, not to {list(receivers)} alone: only a refit with "
-                "full tensors (slices=False) goes on after an engine was lost"
-            )
-        report = sender.send(version)
+        report = sender.send(version, receivers=receivers)
         if report is None:
             return {}
         assert sender.report is not None, "the exchange of a version that was sent has a report"

@@ -240,7 +240,7 @@ class RefitSection(Section):
     slices: bool = False
     """Send each worker of an engine the slices that it loads, from the ranks that hold them: no
     rank gathers a whole tensor. They pass through host memory. With `delta`, what has changed in
-    them. An engine that is lost ends the run."""
+    them."""
     adapters: Literal["merged", "alone"] = "merged"
     """How low-rank adapters (policy.dtensor_cfg.lora) reach engines: `merged` into all weights, for
     any engine; `alone`: engines get the weights that they belong to once, and with each refit the

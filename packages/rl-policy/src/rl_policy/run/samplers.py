@@ -278,10 +278,12 @@ def _link(config: RunConfig, policy: Policy, engines: VllmGeneration) -> WeightL
             policy,
             engines,
             is_paired=config.is_colocated,
-            transport="shm" if config.is_colocated else "collective",
+            # Of the invitations: these go on without an engine that is lost.
+            transport="shm" if config.is_colocated else "chain",
             staging=staging,
             kv_cache=refit.kv_cache,
             slices=True,
+            receivers_per_engine=engines.num_receivers // engines.num_engines,
             delta=refit.delta,
         )
     return WeightLink(

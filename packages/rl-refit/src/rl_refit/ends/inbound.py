@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rl_refit.buffers import PieceViews, copy_all, view_runs
-from rl_refit.delta import Base, apply_patch
+from rl_refit.delta import Base, OwnTensors, apply_patch
 from rl_refit.digest import DIGESTS, bytes_of, tensor_digest
 from rl_refit.errors import RefitError, VerificationError
 from rl_refit.plan import Bucket, Piece, RefitPlan, TensorSpec
@@ -52,7 +52,7 @@ class InboundStream:
         num_buffers: The sender's.
         deadline: For all waits.
         watch: Measures the phases.
-        base: A copy of what was received before, to be kept up to date; None for none.
+        base: What was received before, to be kept up to date; None for none.
         delta: Whether patches of it may arrive.
         traffic: Counts what arrives.
         first_bucket: Index of the first bucket that arrives.
@@ -68,7 +68,7 @@ class InboundStream:
     num_buffers: int
     deadline: Deadline
     watch: Stopwatch
-    base: Base | None
+    base: Base | OwnTensors | None
     delta: bool
     traffic: Traffic
     first_bucket: int = 0
@@ -112,10 +112,11 @@ class InboundStream:
             raise_failure(message, origin="the sender")
         return message
 
-    def _take(self, bucket: Bucket) -> torch.Tensor:
+    def _take(self, bucket: Bucket) -> torch.Tensor | None:
         """Receive the bucket that is due; return its bytes if their digest is the sender's.
 
-        They are those of `base`, if there is one.
+        They are those of a copy, if there is one. None: a patch was applied to the engine's own
+        tensors.
         """
         label = self.plan.label(bucket)
         with self.watch.phase("wire"):
@@ -143,10 +144,14 @@ class InboundStream:
         self.digests.append(announced)
         if is_patch:
             with self.watch.phase("load"):
-                data = self._apply(bucket, data)
+                self._apply(bucket, data)
         if self.digest is not None:
             with self.watch.phase("verify"):
-                digest = DIGESTS[self.digest](data, position=bucket.index)
+                if is_patch:
+                    assert self.base is not None
+                    digest = self.base.digest(bucket, self.digest)
+                else:
+                    digest = DIGESTS[self.digest](data, position=bucket.index)
             if digest != announced:
                 raise VerificationError(
                     f"its digest is {digest:016x}, the sender's is {announced:016x}",
@@ -154,10 +159,11 @@ class InboundStream:
                     bucket=bucket.index,
                     tensor=label,
                 )
-        if self.base is None or is_patch:
-            return data
-        with self.watch.phase("load"):
-            self.base.update(bucket, data)
+        if not isinstance(self.base, Base):
+            return None if is_patch else data
+        if not is_patch:
+            with self.watch.phase("load"):
+                self.base.update(bucket, data)
         return self.base.buckets[bucket.index]
 
     def _is_due(self, bucket: Bucket, nbytes: int, *, is_patch: bool) -> bool:
@@ -176,21 +182,20 @@ class InboundStream:
                 self._receive("message of the sender")
             raise self._failure(bucket, f"the bucket cannot be read: {error!r}") from error
 
-    def _apply(self, bucket: Bucket, patch: torch.Tensor) -> torch.Tensor:
-        """Bring the base's bucket up to date; return its bytes."""
+    def _apply(self, bucket: Bucket, patch: torch.Tensor) -> None:
+        """Bring the base's bucket up to date."""
         assert self.base is not None
         try:
-            apply_patch(self.base.words(bucket), self.base.slices(bucket), patch)
+            apply_patch(self.base.places(bucket), patch)
         except ValueError as error:
             label = self.plan.label(bucket)
             raise VerificationError(
                 str(error), rank=self.rank, bucket=bucket.index, tensor=label
             ) from error
-        return self.base.buckets[bucket.index]
 
-    def _load(self, bucket: Bucket, data: torch.Tensor, unpack: Unpack, load: Load) -> None:
+    def _load(self, bucket: Bucket, data: torch.Tensor | None, unpack: Unpack, load: Load) -> None:
         with self.watch.phase("load"):
-            tensors = unpack(bucket, data)
+            tensors = [] if data is None else unpack(bucket, data)
             if tensors:
                 try:
                     load(tensors)

@@ -12,14 +12,15 @@ import math
 import selectors
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
 from rl_refit.buffers import PieceViews, Run, copy_all, zero_ranges
-from rl_refit.delta import Base, PatchWriter, words_of
+from rl_refit.delta import Base, PatchWriter, search_threads, words_of
 from rl_refit.digest import DIGESTS, RunningDigest, bytes_of
 from rl_refit.ends.membership import engine_of, lost_with
 from rl_refit.errors import RefitError, RefitTimeoutError
@@ -363,17 +364,20 @@ class OutboundStream:
     digests: list[int] = field(default_factory=list[int])
     # The bytes of a tensor that is split over buckets, from its first piece to its last.
     _split: torch.Tensor | None = None
+    # See `PatchWriter`.
+    _each: Callable[..., Iterator[Any]] = map
 
     def run(self, tensors: NamedTensors) -> None:
         """Send every bucket; return when all receivers have loaded all of them."""
         watch = self.watch
-        for bucket in self.plan.buckets[self.first_bucket :]:
-            filled = self.fill(bucket, tensors)
-            self.digests.append(filled.digest)
-            with watch.phase("wire"):
-                self._publish(bucket, filled.nbytes)
-                self.announce(filled)
-            self.traffic.bytes_sent += filled.nbytes
+        with search_threads() if self.delta else nullcontext(map) as self._each:
+            for bucket in self.plan.buckets[self.first_bucket :]:
+                filled = self.fill(bucket, tensors)
+                self.digests.append(filled.digest)
+                with watch.phase("wire"):
+                    self._publish(bucket, filled.nbytes)
+                    self.announce(filled)
+                self.traffic.bytes_sent += filled.nbytes
         # Before `End`: a source that disagrees with its metadata fails the refit everywhere.
         check_exhausted(tensors)
         with watch.phase("resume"):
@@ -407,7 +411,7 @@ class OutboundStream:
         """
         assert self.base is not None
         content = self.base.buckets[bucket.index]
-        writer = PatchWriter(self.base.words(bucket), self.base.slices(bucket))
+        writer = PatchWriter(self.base.words(bucket), self.base.slices(bucket), each=self._each)
         running = self._start_digest(bucket, content)
         for run in self.views.of(bucket):
             with self.watch.phase("gather"):

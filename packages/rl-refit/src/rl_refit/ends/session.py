@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_refit.delta import Base, base_bytes
+from rl_refit.delta import Base, OwnTensors, base_bytes
 from rl_refit.ends.inbound import Unpacker
 from rl_refit.errors import PlanMismatchError, RefitError
 from rl_refit.plan import RefitPlan, TensorSpec, WirePlan, differences, read_specs
@@ -43,8 +43,8 @@ class Session:
         plan: The offer's.
         side: The receiver's end of the transport.
         unpacker: With its memory.
-        base: The copy that patches are applied to, from which `unpacker` takes the tensors; None if
-            the sender sends no patches, or there is no memory for it.
+        base: What patches are applied to: the engine's own tensors, or a copy from which `unpacker`
+            takes them; None if the sender sends no patches, or there is no memory for it.
         pending: Messages that were read and not processed, oldest first.
     """
 
@@ -53,7 +53,7 @@ class Session:
     plan: RefitPlan
     side: ReceivingSide
     unpacker: Unpacker
-    base: Base | None
+    base: Base | OwnTensors | None
     pending: list[Message]
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ class Connector:
         pending: list[Message] = []
         try:
             self._join(channel, side, pending, deadline)
-            base = self._open_base(plan) if offer.delta else None
+            base = self._open_base(plan, offer) if offer.delta else None
         except BaseException:
             side.close()
             raise
@@ -173,7 +173,7 @@ class Connector:
             side=side,
             unpacker=Unpacker(
                 plan,
-                side.buffers if base is None else base.buckets,
+                base.buckets if isinstance(base, Base) else side.buffers,
                 device=self._device,
                 into=self._into,
             ),
@@ -181,7 +181,11 @@ class Connector:
             pending=pending,
         )
 
-    def _open_base(self, plan: RefitPlan) -> Base | None:
+    def _open_base(self, plan: RefitPlan, offer: Offer) -> Base | OwnTensors | None:
+        # What is live is compared with pieces in full, and a GPU's digest is of full buckets.
+        is_plain = offer.verify == "digest" and offer.digest == "xxh3"
+        if is_plain and OwnTensors.fit(plan, self._into):
+            return OwnTensors(plan, self._into)
         base = Base.if_room(plan, copies=self._num_neighbours)
         if base is None:
             logger.warning(

@@ -111,6 +111,11 @@ class _PendingConnections(Closing):
             self._remove(sock)
             sock.close()
 
+    def close_late(self) -> None:
+        """Close those that had time to reply."""
+        while self._evict_oldest():
+            pass
+
     def close(self) -> None:
         """Close all pending connections, and wait for no more. May be called again."""
         # Without `unregister`: a fork shares the kernel's epoll object with its parent, and must
@@ -227,7 +232,8 @@ class Endpoint:
         """Return the channels of `count` receivers by rank, once that many are connected.
 
         A connection of another user, or without the token, is closed; a silent one delays no other
-        and is closed at the end. A second connection of a rank replaces the first.
+        and is closed at the end. A second connection of a rank replaces the first. Handshakes that
+        have just begun then go on at the next call: they may be of a receiver that was dropped.
 
         Args:
             count: Number of ranks to wait for.
@@ -254,10 +260,14 @@ class Endpoint:
         except BaseException as error:
             for channel in channels.values():
                 channel.close(error)
+            self.turn_away()
             raise
-        finally:
-            self._pending.close_pending()
+        self._pending.close_late()
         return channels
+
+    def turn_away(self) -> None:
+        """Close connections whose handshake has begun: nothing follows that they could wait for."""
+        self._pending.close_pending()
 
     def admit(self, *, settle_s: float = 0.0) -> dict[int, Channel]:
         """Return the channels of those that have authenticated by now, by rank.
