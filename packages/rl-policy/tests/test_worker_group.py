@@ -52,6 +52,12 @@ def start(cluster, worker_class, *, tensor_parallel=1, **kwargs):
     return RayWorkerGroup(cluster, worker_class, sharding=sharding, name="probe", **kwargs)
 
 
+def end_for_another(cluster, group):
+    """End a group that is intact, and keep its processes for the one that starts next."""
+    with cluster.spare_hosts.keeping():
+        assert group.shutdown()
+
+
 def words(*texts):
     """Return a batch of a word per row, and plans of a row each."""
     batch = BatchedDataDict(word=list(texts))
@@ -110,7 +116,7 @@ def test_ranks_of_one_coordinate_share_a_shard_and_the_first_answers(cluster, pr
         assert ray.get(call.refs[1], timeout=30) is None
         assert group.run_all("all_reduce") == [1.0, 1.0]
     finally:
-        group.shutdown()
+        end_for_another(cluster, group)
 
 
 def test_a_wrong_number_of_shards_is_refused(shared_group):
@@ -123,7 +129,7 @@ def test_arguments_of_the_constructor_reach_every_rank(cluster, probe):
     try:
         assert [answer["greeting"] for answer in group.run_all("describe")] == ["hi", "hi"]
     finally:
-        assert group.shutdown()
+        end_for_another(cluster, group)
 
 
 def test_an_exception_keeps_its_type_and_its_traceback(shared_group):
@@ -216,7 +222,7 @@ def test_calls_that_a_replaced_process_leaves_behind_are_no_deaths(cluster, prob
         assert (group.num_deaths, group.ranks) == ([0, 1], [0, 1])
         assert len(group.run_all("describe")) == 2
     finally:
-        group.shutdown()
+        end_for_another(cluster, group)
 
 
 def test_a_constructor_that_raises_leaves_nothing(cluster, probe, tmp_path, wait_until_gone):
