@@ -11,7 +11,7 @@ from slice_pairs import Engine, Trainer, refit
 
 SHAPE = (8, 96)
 VICTIM = 1
-SILENCE_S = 1.5
+SILENCE_S = 3.0
 SETTLE_S = 0.3
 """An engine that was lost takes part again if it has connected before a refit begins."""
 

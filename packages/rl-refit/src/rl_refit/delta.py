@@ -101,7 +101,7 @@ class Base:
 
     def places(self, bucket: Bucket) -> list[Words]:
         """Return the words of each slice of a bucket: views."""
-        return cut(self.words(bucket), self.slices(bucket))
+        return views_of(self.words(bucket), self.slices(bucket))
 
     def digest(self, bucket: Bucket, kind: str) -> int:
         """Return the digest of a bucket, of a kind of `DIGESTS`."""
@@ -120,7 +120,8 @@ class Base:
 class OwnTensors:
     """A base that is an engine's own tensors: patches are applied where it reads its weights.
 
-    So there is no copy of them, and no load. Who changes a tensor is found by the digest.
+    So there is no copy of them, and no load. That something else has changed one is found by the
+    digest.
 
     Args:
         plan: The buckets.
@@ -148,7 +149,7 @@ class OwnTensors:
     def places(self, bucket: Bucket) -> list[Words]:
         """Return the words of each slice of a bucket: views of the tensors."""
         pieces = [data.view(np.uint16) for data in self._pieces(bucket)]
-        return [place for words in pieces for place in cut(words, slices_of_words(len(words)))]
+        return [place for words in pieces for place in views_of(words, slices_of_words(len(words)))]
 
     def digest(self, bucket: Bucket, kind: str) -> int:
         """Return the digest of a bucket with these tensors in it, of the kind "xxh3"."""
@@ -193,7 +194,7 @@ def slices_of_words(num_words: int) -> tuple[tuple[int, int], ...]:
     )
 
 
-def cut(words: Words, slices: Sequence[tuple[int, int]]) -> list[Words]:
+def views_of(words: Words, slices: Sequence[tuple[int, int]]) -> list[Words]:
     """Return the words of each slice: views."""
     return [words[start : start + size] for start, size in slices]
 
@@ -263,7 +264,9 @@ class PatchWriter:
             (first + begin, piece[begin : begin + SEARCH_WORDS])
             for begin in range(0, len(piece), SEARCH_WORDS)
         ]
-        for found in self.each(self._compare, *zip(*parts, strict=True)) if parts else ():
+        # A call in a thread takes longer than the comparison of a small tensor.
+        each = self.each if len(parts) > 1 else map
+        for found in each(self._compare, *zip(*parts, strict=True)) if parts else ():
             self._counts += found.counts
             self._positions.append(found.positions)
             self._values.append(found.values)

@@ -61,9 +61,10 @@ class RefitReceiver(Closing):
             is refused.
         into: The engine's own contiguous tensors by name. Received tensors of these names are
             copied into them, piece by piece, and not passed to `load`: the fastest way for an
-            engine whose weights have the trainer's names and shapes. If they are all of them, on a
-            CPU, what has changed is set in them, and nobody else may change them: a sender with
-            `delta` then needs no copy on this side.
+            engine whose weights have the trainer's names and shapes. If `into` has every tensor of
+            a sender with `delta` and verify="digest", in host memory and of an even number of
+            bytes, changes are set in them and no copy is kept. Nothing else may change them then:
+            the next refit would fail.
         keep_spans: Report when each phase ran, see `RefitReport.spans`.
 
     Raises:

@@ -68,7 +68,8 @@ class RefitSender(Closing):
             `.lora_B.weight` (`[outputs, r]`, already scaled) in place of `.weight`. Engines that
             hold the base apply new ones to it, see `send`. Needs `verify`.
         delta: Send only what has changed since the refit before, bit by bit. This side and each
-            receiver then keep a copy of all tensors in host memory; where that has no room, or a
+            receiver then keep a copy of all tensors in host memory, but for one that receives into
+            its engine's own tensors (`RefitReceiver(into=...)`); where that has no room, or a
             receiver is new, everything is sent in full. Worth it where the transport is slower
             than memory. Needs `verify`, and tensors that are sent from host memory.
         min_receivers: How many receivers have to hold a version before it can be committed. One
@@ -352,7 +353,7 @@ class RefitSender(Closing):
         Connects again if a receiver is gone, or if a new one takes its place.
 
         Returns:
-            And whether all of them hold a copy of the version of which this side does.
+            And whether all of them hold the version of which this side has a copy.
         """
         assert self._endpoint is not None
         while True:
@@ -574,7 +575,7 @@ def check_delta(verify: Verify, device: torch.device) -> None:
 
 
 def _share_base(base: Base | None, receivers: Receivers) -> bool:
-    """Return whether every receiver holds a copy of the version of which the sender does."""
+    """Return whether every receiver holds the version of which the sender has a copy."""
     if base is None or base.version is None:
         return False
     return all(version == base.version for version in receivers.bases.values())

@@ -115,7 +115,7 @@ class Receivers:
 
     Attributes:
         done: The `Done` of each receiver that has loaded everything.
-        bases: The version of which each receiver that is ready holds a copy, None for none.
+        bases: The version that each receiver that is ready holds and can patch, None for none.
         held: Digest of the base that the engine of each of them holds, None for none.
     """
 

@@ -47,7 +47,7 @@ class Offer(Message, frozen=True):
         digest: A key of `rl_refit.digest.DIGESTS`.
         grant: Plain values with which the transport's receiving side opens the buffers.
         num_fds: Number of file descriptors that follow this message.
-        delta: Whether the receiver is to keep a copy of what it receives, if it has memory for it.
+        delta: Whether the receiver is to hold what it receives, for patches, if it has the memory.
     """
 
     plan: WirePlan
@@ -79,7 +79,7 @@ class Ready(Message, frozen=True):
 
     Attributes:
         version: Of the refit.
-        base: The version of which the receiver holds a copy; None for none.
+        base: The version that the receiver holds, and can patch; None for none.
         held: Digest of the base that the engine holds beside its adapters; None for none.
     """
 
@@ -93,7 +93,7 @@ class Start(Message, frozen=True):
 
     Attributes:
         version: Of the refit.
-        delta: Whether some of them may be patches of the receivers' copies.
+        delta: Whether some of them may be patches of what the receivers hold.
         adapters_only: Whether they begin with the first one of adapters.
     """
 

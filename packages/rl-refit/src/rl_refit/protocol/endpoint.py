@@ -233,7 +233,8 @@ class Endpoint:
 
         A connection of another user, or without the token, is closed; a silent one delays no other
         and is closed at the end. A second connection of a rank replaces the first. Handshakes that
-        have just begun then go on at the next call: they may be of a receiver that was dropped.
+        have only just begun at the end go on at the next call: they may be of a receiver that was
+        dropped.
 
         Args:
             count: Number of ranks to wait for.
@@ -262,6 +263,8 @@ class Endpoint:
                 channel.close(error)
             self.turn_away()
             raise
+        # What has arrived by now was in time.
+        self._admit(0.0, channels)
         self._pending.close_late()
         return channels
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from rl_refit.delta import PatchWriter, apply_patch, cut, has_room, slices_of_words, words_of
+from rl_refit.delta import PatchWriter, apply_patch, has_room, slices_of_words, views_of, words_of
 from rl_refit.digest import bytes_of
 from rl_refit.plan import TensorSpec
 from rl_refit.resharding.layouts import Shard
@@ -184,7 +184,7 @@ def patched(place: torch.Tensor, patch: torch.Tensor) -> torch.Tensor:
         ValueError: It is no patch of this slice.
     """
     words = words_of(place)
-    apply_patch(cut(words, slices_of_words(len(words))), patch)
+    apply_patch(views_of(words, slices_of_words(len(words))), patch)
     # Of an odd number of bytes, without the one that fills the last word up.
     data = torch.from_numpy(words.view(np.uint8))[: place.numel() * place.dtype.itemsize]
     return data.view(place.dtype).view(place.shape)

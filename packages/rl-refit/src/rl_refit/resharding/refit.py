@@ -83,7 +83,8 @@ class ReshardSender(Closing):
             shapes and boxes must stay what they are.
         num_receivers: Number of engine ranks, whose ranks are 0 to `num_receivers - 1`.
         trainers: The group of all trainer ranks; None if there is one.
-        transport: Of the invitation: "shm" on one machine, "collective" between machines.
+        transport: Of the invitation: "shm" on one machine, "chain" or "collective" between
+            machines.
         host: The address at which others reach trainer rank 0.
         device: Of the messages: a GPU to exchange them over NCCL, the CPU for gloo.
         round_bytes: See `Exchange`; equal on all trainer ranks and receivers.
