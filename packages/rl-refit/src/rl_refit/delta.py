@@ -265,7 +265,7 @@ class PatchWriter:
             for begin in range(0, len(piece), SEARCH_WORDS)
         ]
         # A call in a thread takes longer than the comparison of a small tensor.
-        each = self.each if len(parts) > 1 else map
+        each: Callable[..., Iterator[_Changes]] = self.each if len(parts) > 1 else map
         for found in each(self._compare, *zip(*parts, strict=True)) if parts else ():
             self._counts += found.counts
             self._positions.append(found.positions)
