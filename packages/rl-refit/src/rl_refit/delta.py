@@ -264,9 +264,7 @@ class PatchWriter:
             (first + begin, piece[begin : begin + SEARCH_WORDS])
             for begin in range(0, len(piece), SEARCH_WORDS)
         ]
-        # A call in a thread takes longer than the comparison of a small tensor.
-        each: Callable[..., Iterator[_Changes]] = self.each if len(parts) > 1 else map
-        for found in each(self._compare, *zip(*parts, strict=True)) if parts else ():
+        for found in self._compare_all(parts):
             self._counts += found.counts
             self._positions.append(found.positions)
             self._values.append(found.values)
@@ -285,6 +283,12 @@ class PatchWriter:
         if parts:
             np.concatenate(parts, out=words)
         return self.nbytes
+
+    def _compare_all(self, parts: Sequence[tuple[int, Words]]) -> Iterator[_Changes]:
+        # A call in a thread takes longer than the comparison of a small tensor.
+        if len(parts) > 1:
+            return self.each(self._compare, *zip(*parts, strict=True))
+        return (self._compare(start, words) for start, words in parts)
 
     def _compare(self, start: int, new: Words) -> _Changes:
         """Compare consecutive slices with those of the base that begin at the word `start`."""
