@@ -10,7 +10,9 @@ case: every slice of the tensors has changes. Then both ways send the same versi
   the seconds above: where the network takes longer, it is what a delta adds to or saves of it.
 
 `shm` is as fast as memory: what a delta saves there is only what the buffers take. `collective`
-sends through TCP on this machine's loopback, by gloo.
+sends through TCP on this machine's loopback, by gloo, which has a network's protocol and memory's
+speed. `--transports chain --limit 625` holds the sender at so many MB/s, as a network of 5 Gbit/s
+does.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+from fanout import hold_rate
 from report import Row, report
 from rl_refit import RefitReceiver, RefitReport, RefitSender, TensorSource
 
@@ -146,10 +149,12 @@ def main() -> int:
     parser.add_argument("--mb", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="of torch, in each process")
+    parser.add_argument("--limit", type=float, help="MB/s of the connection of a chain")
     parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
     parser.add_argument("--transports", nargs="+", default=["shm", "collective"])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    hold_rate(options.limit)
     tensors = make_tensors(options.mb)
     rows = [
         row
