@@ -149,6 +149,19 @@ def test_a_handshake_that_has_begun_goes_on_at_the_next_call(endpoint):
         channel.close()
 
 
+def test_a_reply_that_has_arrived_is_in_time_although_nobody_is_missing(endpoint):
+    (first,), served = meet(endpoint, [TOKEN])
+    newcomer = dial(endpoint.address, Deadline(1))
+    endpoint.admit()  # which sends it the nonce
+    with ThreadPoolExecutor() as threads:
+        reply = threads.submit(connect, newcomer, token=TOKEN, rank=7, deadline=Deadline(5))
+        time.sleep(1.1 * endpoint_module._REPLY_WITHIN_S)
+        channels = endpoint.accept(1, deadline=Deadline(1), present=served)
+        assert sorted(channels) == [0, 7]
+        for channel in (first, reply.result(), *channels.values()):
+            channel.close()
+
+
 def dial_until_full(endpoint, crowd):
     for _ in range(300):
         crowd.append(dial(endpoint.address, Deadline(0.5)))

@@ -2,6 +2,7 @@
 
 import logging
 import random
+import threading
 import time
 from dataclasses import replace
 
@@ -15,12 +16,16 @@ from rl_refit import RefitError, RefitSender, TensorSource, VerificationError
 from rl_refit import delta as delta_module
 from rl_refit.delta import (
     FULL,
+    SEARCH_WORDS,
     SLICE_WORDS,
     Base,
     OwnTensors,
     PatchWriter,
     apply_patch,
+    search_threads,
     slices_of,
+    slices_of_words,
+    views_of,
     words_of,
 )
 from rl_refit.digest import RunningDigest
@@ -112,6 +117,43 @@ def test_any_patch_makes_the_new_version_of_the_old(seed, share):
     assert torch.equal(written.buckets[0], wanted.buckets[0])
     # Never more than the new version and the table.
     assert len(patch) <= 4 * len(slices) + sum(2 * size for _, size in slices)
+
+
+@pytest.mark.parametrize("updates", [True, False])
+def test_a_search_in_threads_finds_the_same_in_the_same_order(updates, monkeypatch):
+    """A tensor of several searches: one finds a slice to be sent in full, one nothing."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    rng = np.random.default_rng(0)
+    old = rng.integers(0, 99, 4 * SEARCH_WORDS + 2 * SLICE_WORDS + 5, dtype=np.uint16)
+    new = old + (rng.random(len(old)) < 0.01).astype(np.uint16)
+    new[SEARCH_WORDS : SEARCH_WORDS + SLICE_WORDS] += 1
+    new[2 * SEARCH_WORDS : 3 * SEARCH_WORDS] = old[2 * SEARCH_WORDS : 3 * SEARCH_WORDS]
+    patches, threads = [], set()
+    with search_threads() as in_threads:
+
+        def each(compare, *arguments):
+            def noted(*pair):
+                threads.add(threading.get_ident())
+                return compare(*pair)
+
+            return in_threads(noted, *arguments)
+
+        for way in (map, each):
+            base = old.copy()
+            writer = PatchWriter(base, slices_of_words(len(old)), updates=updates, each=way)
+            ends = list(writer.add(new))
+            patches.append(torch.zeros(writer.nbytes, dtype=torch.uint8))
+            writer.write(patches[-1])
+            assert ends == sorted(ends)
+            assert ends[-1] == 2 * len(old)
+            assert writer.num_changed == np.count_nonzero(old != new)
+            assert np.array_equal(base, new if updates else old)
+    assert threads
+    assert threading.get_ident() not in threads
+    assert torch.equal(*patches)
+    found = old.copy()
+    apply_patch(views_of(found, slices_of_words(len(old))), patches[0])
+    assert np.array_equal(found, new)
 
 
 @pytest.mark.parametrize(

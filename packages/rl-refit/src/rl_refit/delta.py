@@ -320,7 +320,10 @@ class PatchWriter:
 
 @contextmanager
 def search_threads() -> Generator[Callable[..., Iterator[Any]]]:
-    """Yield a `map` in as many threads as torch computes with, for `PatchWriter.each`."""
+    """Yield a `map` in as many threads as torch computes with, for `PatchWriter.each`.
+
+    They start when it is first called.
+    """
     if (num_threads := torch.get_num_threads()) == 1:
         yield map
         return

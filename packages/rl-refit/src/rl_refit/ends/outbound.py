@@ -12,7 +12,7 @@ import math
 import selectors
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -364,13 +364,13 @@ class OutboundStream:
     digests: list[int] = field(default_factory=list[int])
     # The bytes of a tensor that is split over buckets, from its first piece to its last.
     _split: torch.Tensor | None = None
-    # See `PatchWriter`.
+    # How changes are searched for, see `PatchWriter`.
     _each: Callable[..., Iterator[Any]] = map
 
     def run(self, tensors: NamedTensors) -> None:
         """Send every bucket; return when all receivers have loaded all of them."""
         watch = self.watch
-        with search_threads() if self.delta else nullcontext(map) as self._each:
+        with search_threads() as self._each:
             for bucket in self.plan.buckets[self.first_bucket :]:
                 filled = self.fill(bucket, tensors)
                 self.digests.append(filled.digest)
