@@ -219,6 +219,28 @@ def test_a_size_that_cannot_be_is_refused(world, size):
     assert world.good_refit(2) == [False, False]
 
 
+def test_a_trainer_that_sends_after_an_engine_has_failed_tells_the_others(world, monkeypatch):
+    """Its message cannot start, rather than fail while it waits."""
+    world.good_refit(1)
+    world.change()
+    exchange = world.trainer.sender._member._exchange
+    pack, exchange_sizes = exchange._messages.pack, exchange._exchange_sizes
+
+    def announced(flow):
+        pack(flow)
+        flow.sizes[0] = -1
+
+    def slow(flows, deadline):
+        exchange_sizes(flows, deadline)
+        time.sleep(1.0)  # until the engine's connection has broken
+
+    monkeypatch.setattr(exchange._messages, "pack", announced)
+    monkeypatch.setattr(exchange, "_exchange_sizes", slow)
+    start = time.monotonic()
+    world.failing_refit(2)
+    assert time.monotonic() - start < LIMIT_S / 2, "the other engine has waited for its limit"
+
+
 @pytest.mark.parametrize("side", ["trainer", "engine"])
 def test_memory_that_is_not_what_was_sent_fails_no_refit_or_this_one(world, side):
     world.good_refit(1)

@@ -340,10 +340,13 @@ class Exchange:
         self._wait(works, deadline)
 
     def _start(self, message: _Message) -> dist.Work:
-        call = self._group.send if message.is_out else self._group.recv
-        return self._started(
-            lambda: call([message.data], message.peer, _TAG), _waited_for(message.peer)
-        )
+        return self._started(lambda: self._send_or_receive(message), _waited_for(message.peer))
+
+    def _send_or_receive(self, message: _Message) -> dist.Work:
+        # No variable holds the group: the traceback of an error has this frame, see `_wait`.
+        if message.is_out:
+            return self._group.send([message.data], message.peer, _TAG)
+        return self._group.recv([message.data], message.peer, _TAG)
 
     def _start_all(self, messages: list[_Message]) -> dist.Work:
         self._group._start_coalescing()
