@@ -92,6 +92,7 @@ def comparison(*, with_peer=True, ranks=1, train=1.0):
         machine="2 cores",
         rounds=1,
         results=results,
+        bare_start=(0.5, 4.0),
     )
 
 
@@ -103,6 +104,7 @@ def test_a_table_has_ratios_with_their_numbers():
     assert rows["move"] == ["(0.250 / 0)", "(0.250 / 0)"], "TRL has no such phase"
     assert "refit" not in rows, "neither side has it"
     assert "other" in rows
+    assert rows["start, bare Ray"] == ["**0.50** (0.500 / 1.000)", "**2.00** (4.000 / 2.000)"]
 
 
 def test_without_trl_a_table_has_shares_of_a_step():

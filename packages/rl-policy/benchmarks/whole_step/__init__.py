@@ -1,6 +1,6 @@
 """A GRPO run as a whole, ours and TRL's in turns: what `grpo_step` and `grpo_step_vllm` share.
 
-command --> own_side | trl_side --> phases.jsonl --> measure --> results --> page
+command --> own_side | trl_side | bare_side --> phases.jsonl --> measure --> results --> page
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 
-from whole_step.measure import measure_in_turns
+from whole_step.measure import measure_bare_start, measure_in_turns
 from whole_step.page import write_page
 from whole_step.results import Comparison, aligned, compare, load, merge, save, table
 from whole_step.work import WORKS, Work, differences, runs_of
@@ -75,7 +76,9 @@ def _compare(
         print("\n".join(f"- {line}" for line in differences(samplers[0])), flush=True)
     runs = runs_of(work, ranks=ranks, samplers=tuple(samplers), with_trl=with_trl)
     measured = measure_in_turns(runs, rounds=rounds, most_beside=most_beside)
-    found = compare(runs, measured, rounds=rounds)
+    bare = [measure_bare_start(runs[0]) for _ in range(rounds)]
+    wall, used = (mean(column) for column in zip(*bare, strict=True))
+    found = compare(runs, measured, rounds=rounds, bare_start=(wall, used))
     others = f"other programs used up to {found.beside():.0%} of the processors"
     print(f"{found.work}, {ranks} ranks, {found.machine}; {others}", flush=True)
     print(aligned(table(found)), flush=True)

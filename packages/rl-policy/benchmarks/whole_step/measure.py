@@ -8,12 +8,13 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from whole_step.clocks import OTHER
-from whole_step.work import Run, command, write_inputs
+from whole_step.work import BARE, Run, command, write_inputs
 
 TIMEOUT_S = 900
 MOST_TRIES = 3
@@ -58,6 +59,18 @@ def _progress(run: Run, found: Measured) -> str:
 
 def measure(run: Run) -> Measured:
     """Return what a run takes: start, first step, and the mean of the others by phase."""
+    started, lines = _run(run, num_lines=run.work.steps + 1)
+    return summarize(lines, started=started)
+
+
+def measure_bare_start(run: Run) -> tuple[float, float]:
+    """Return the wall-clock and processor seconds of `bare_side` for the model of a run."""
+    started, (line,) = _run(replace(run, side=BARE), num_lines=1)
+    return line["at"] - started, line["used"]
+
+
+def _run(run: Run, *, num_lines: int) -> tuple[float, list[dict[str, Any]]]:
+    """Return when a run was started, on the monotonic clock, and the first lines of its meter."""
     with tempfile.TemporaryDirectory(prefix="whole-step-") as folder:
         inputs = Path(folder)
         write_inputs(run.work, inputs)
@@ -72,11 +85,10 @@ def measure(run: Run) -> Measured:
                 stop(process)
         phases = inputs / "phases.jsonl"
         lines = phases.read_text().splitlines() if phases.exists() else []
-        if process.returncode != 0 or len(lines) <= run.work.steps:
+        if process.returncode != 0 or len(lines) < num_lines:
             tail = (inputs / "log").read_text()[-6000:]
             raise RuntimeError(f"{run} ended with {process.returncode}:\n{tail}")
-    measured = [json.loads(line) for line in lines[: run.work.steps + 1]]
-    return summarize(measured, started=started)
+    return started, [json.loads(line) for line in lines[:num_lines]]
 
 
 def _environment() -> dict[str, str]:

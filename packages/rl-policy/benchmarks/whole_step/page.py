@@ -23,6 +23,9 @@ faster. Wall clock is that of the driver or of TRL's first rank, processor time 
 process tree.
 
 - `start`: from the command to the first GRPO step, with all imports and the load of the model.
+- `start, bare Ray`: what no run over Ray can do without. A driver imports torch, Ray starts as
+  rl-policy starts it, and a process for each rank imports torch and transformers and loads the
+  model.
 - `first step`: with what is done once. `step`: the mean of the following ones.
 - The phases below it add up to `step`: `generate` is prompts to tokens, `score` rewards, and
   log-probabilities of policy and reference, `train` the optimizer steps, `move` residency and the

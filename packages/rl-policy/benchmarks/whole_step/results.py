@@ -36,6 +36,8 @@ class Comparison:
     machine: str
     rounds: int
     results: list[Result]
+    bare_start: tuple[float, float] | None = None
+    """Wall-clock and processor seconds of `bare_side`; None if it was not measured."""
 
     @property
     def key(self) -> tuple[str, int, str]:
@@ -55,7 +57,13 @@ class Comparison:
         return next((each for each in self.results if each.side.startswith("TRL")), None)
 
 
-def compare(runs: Sequence[Run], measured: Sequence[Measured], *, rounds: int) -> Comparison:
+def compare(
+    runs: Sequence[Run],
+    measured: Sequence[Measured],
+    *,
+    rounds: int,
+    bare_start: tuple[float, float],
+) -> Comparison:
     """Return what was measured of runs in turns."""
     first = runs[0]
     return Comparison(
@@ -66,6 +74,7 @@ def compare(runs: Sequence[Run], measured: Sequence[Measured], *, rounds: int) -
         date=f"{datetime.now(UTC):%Y-%m-%d}",
         machine=machine(),
         rounds=rounds,
+        bare_start=bare_start,
         results=[
             Result(side=label(run), measured=found)
             for run, found in zip(runs, measured, strict=True)
@@ -108,6 +117,7 @@ def load(path: Path) -> list[Comparison]:
         Comparison(
             **{
                 **each,
+                "bare_start": _pair(each.get("bare_start")),
                 "results": [
                     Result(
                         side=result["side"],
@@ -119,6 +129,11 @@ def load(path: Path) -> list[Comparison]:
         )
         for each in json.loads(path.read_text())
     ]
+
+
+def _pair(found: Sequence[float] | None) -> tuple[float, float] | None:
+    """Return a pair from JSON; None of a result from before it was measured."""
+    return None if found is None else (found[0], found[1])
 
 
 def merge(earlier: Sequence[Comparison], later: Sequence[Comparison]) -> list[Comparison]:
@@ -151,7 +166,20 @@ def table(comparison: Comparison) -> list[list[str]]:
             cells += [_ratio(part, of) for part, of in zip(pair, peer.measured[name], strict=True)]
         if any(cell not in ("", "-") for cell in cells[1:]) or name == "other":
             rows.append(cells)
+        if name == "start" and comparison.bare_start is not None:
+            rows.append(_bare_start(comparison, peer, width=len(rows[0])))
     return rows
+
+
+def _bare_start(comparison: Comparison, peer: Result | None, *, width: int) -> list[str]:
+    """Return the row of what any run over Ray takes to start."""
+    assert comparison.bare_start is not None
+    if peer is None:
+        cells = [_seconds(part) for part in comparison.bare_start]
+    else:
+        whole = peer.measured["start"]
+        cells = [_ratio(*pair) for pair in zip(comparison.bare_start, whole, strict=True)]
+    return ["start, bare Ray", *cells, *[""] * (width - 1 - len(cells))]
 
 
 def _header(comparison: Comparison) -> Iterator[str]:

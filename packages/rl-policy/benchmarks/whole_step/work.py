@@ -75,6 +75,8 @@ DEEP = Work(
 RAGGED = replace(DEEP, name="12 layers, ragged", max_length=512, steps=3, is_ragged=True)
 WORKS = {"toy": TOY, "deep": DEEP, "ragged": RAGGED}
 
+BARE = "bare Ray"
+"""The side that starts Ray and loads the model on all ranks, and no more."""
 WORKERS, COLOCATED, APART = "workers", "vLLM, colocated", "vLLM, apart"
 """Who samples: the trainer's own model, or vLLM on the same devices or on further ones."""
 
@@ -178,6 +180,8 @@ def command(run: Run, inputs: Path) -> list[str]:
         # Else it leaves an empty directory of logs in the temporary one.
         torchrun += ["--log-dir", str(inputs / "logs")]
         return [*torchrun, f"--nproc-per-node={run.ranks}", *module]
+    if run.side == BARE:
+        return [sys.executable, "-m", "whole_step.bare_side", str(inputs), str(run.ranks)]
     given = [f"{key}={value}" for key, value in settings(run, inputs).items()]
     module = ["-m", "whole_step.own_side", str(inputs / "phases.jsonl")]
     return [sys.executable, *module, "grpo", "--out", str(inputs / "run"), *given]
