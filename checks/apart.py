@@ -45,7 +45,7 @@ WORKS = {
     "rl-dtensor-worker[liger]": "import liger_kernel.ops",
     "rl-dtensor-worker[lora]": "import peft",
     **{
-        f"rl-policy[{name}]": f"from rl_policy.backends import load; load({name!r})"
+        f"rl-policy[{name}]": f"from rl_policy.backends import load; load({name!r}).find_engine()"
         for name in ("dtensor", "megatron")
     },
     "rl-policy[mlflow]": "from rl_policy.run.trackers import check_trackers\n"
@@ -58,7 +58,8 @@ WORKS = {
         f"check_trackers([{name!r}]); import {name}"
         for name in ("tensorboard", "trackio", "wandb")
     },
-    "rl-policy[lora]": "import peft; from rl_policy.backends import load; load('dtensor')",
+    "rl-policy[lora]": "import peft; from rl_policy.backends import load; "
+    "load('dtensor').find_engine()",
     **{
         f"rl-policy[{name}]": "from rl_policy.backends import load_engine\n"
         "from rl_policy.generation.vllm.engine.environment import require_vllm\n"

@@ -62,19 +62,56 @@ def test_help_explains_every_flag_and_loads_nothing_heavy(tmp_path):
     assert time.monotonic() - started < 60
 
 
-def test_a_driver_imports_neither_plots_nor_events_nor_models_before_it_uses_them():
-    code = """
-import sys
+# What a driver loads for what it does with it, and not by the way: each takes tenths of a second.
+UNUSED_BEFORE_RAY = (
+    "matplotlib",
+    "rl_dtensor_worker.engine",
+    "tensorboard",
+    "torch.distributed.checkpoint",
+    "torch.utils.tensorboard",
+    "transformers.modeling_utils",
+    "transformers.models.qwen2.modeling_qwen2",
+)
+# transformers loads these with the class of a model's config, or with `AutoTokenizer`.
+UNUSED_BEFORE_A_MODEL = (
+    *UNUSED_BEFORE_RAY,
+    "accelerate",
+    "sympy",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "transformers.generation.utils",
+)
+IMPORTS_OF_A_DRIVER = """
+import os, sys
+import ray
 import rl_policy.recipes.grpo, rl_policy.recipes.sft, rl_policy.recipes.dpo, rl_policy.run.session
-from rl_policy import backends
+from rl_policy import backends, cli
+
+def show(names):
+    print([name for name in names if name in sys.modules], flush=True)
+
+def stop(*_, **__):
+    show(UNUSED_BEFORE_RAY)
+    os._exit(0)
+
 backends.load("dtensor")
-unused = ("matplotlib", "tensorboard", "torch.utils.tensorboard")
-models = [name for name in sys.modules if name.startswith("transformers.models.")]
-print([name for name in unused if name in sys.modules])
-print([name for name in models if name.rpartition(".")[2].startswith("modeling_qwen")])
+show(UNUSED_BEFORE_A_MODEL)
+ray.init = stop
+sys.argv = ["rl-policy", "grpo", "--out", "run"]
+cli.main()
 """
+
+
+def test_a_driver_imports_before_ray_starts_what_it_uses_and_no_more(tmp_path):
+    names = f"{UNUSED_BEFORE_RAY=}\n{UNUSED_BEFORE_A_MODEL=}\n"
     loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", names + IMPORTS_OF_A_DRIVER],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert loaded.stdout.splitlines() == ["[]", "[]"], loaded.stderr
 

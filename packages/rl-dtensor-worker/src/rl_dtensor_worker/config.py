@@ -19,9 +19,7 @@ from rl_interfaces.backend.torch_optim import (
     parse_scheduler,
     try_steps,
 )
-from transformers import AttentionInterface
 
-from rl_dtensor_worker.attention import NAME as PACKED_ATTENTION
 from rl_dtensor_worker.parallel.mesh import plan_layout
 
 if TYPE_CHECKING:
@@ -92,6 +90,12 @@ class EngineConfig:
     """None: the model itself is trained."""
     optimizer: ClassConfig | None
     scheduler: SchedulerConfig | None
+
+    @property
+    def lays_out_rows(self) -> bool:
+        """Whether rows share a sequence or are sharded, which not every model is able to run."""
+        is_packed = self.planned_by == "sequence_packing"
+        return is_packed or self.share_prefixes or self.layout.context_parallel > 1
 
     @classmethod
     def from_policy_config(
@@ -181,6 +185,11 @@ def _parse_attention(resolved: Resolved) -> str | None:
     name = section.get("attn_implementation")
     if name is None:
         return None
+    # Both import transformers' model code.
+    from transformers import AttentionInterface
+
+    from rl_dtensor_worker.attention import NAME as PACKED_ATTENTION
+
     key = f"policy.dtensor_cfg.attn_implementation={name!r}"
     known = {"eager", *AttentionInterface().valid_keys()} - {PACKED_ATTENTION}
     known = sorted(each for each in known if not each.startswith("paged"))

@@ -27,20 +27,13 @@ from rl_dtensor_worker.forward import (
     forward_of_head,
 )
 from rl_dtensor_worker.layout import ParallelContext
-from rl_dtensor_worker.model.build import (
-    build_model,
-    check_attention,
-    check_causal,
-    check_modules,
-    empty_model,
-)
+from rl_dtensor_worker.model.build import build_model, empty_model
 from rl_dtensor_worker.model.dropout import disable_dropout, dropout_restored
 from rl_dtensor_worker.model.lora import (
     adapters_disabled,
     check_adapter_config,
     save_adapter_config,
 )
-from rl_dtensor_worker.model.quantized import take_quantization
 from rl_dtensor_worker.model.rotary import longest_sequence
 from rl_dtensor_worker.optim import (
     DTensorOptimizer,
@@ -56,13 +49,9 @@ from rl_dtensor_worker.parallel.fsdp import (
     unshard_fsdp2_model,
 )
 from rl_dtensor_worker.parallel.mesh import Meshes, choose_sharding
-from rl_dtensor_worker.parallel.plans import (
-    check_sizes,
-    load_custom_plan,
-    refusing_shards,
-)
+from rl_dtensor_worker.parallel.plans import refusing_shards
 from rl_dtensor_worker.parallel.styles import TensorParallel
-from rl_dtensor_worker.rehearsal import check_packing
+from rl_dtensor_worker.preflight import plan_layout
 from rl_dtensor_worker.startup import (
     check_causality,
     check_gradients,
@@ -82,7 +71,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from rl_interfaces import ParallelLayout
     from rl_interfaces.backend.engine import LossOfOutput, ScoreFunction
     from rl_interfaces.backend.generation import Decoder
     from rl_interfaces.backend.runtime import RankEnvironment
@@ -155,32 +143,7 @@ class DTensorEngine:
             self.model.train(init_optimizer)
             self._leaving = leaving.pop_all()
 
-    @staticmethod
-    def plan_layout(
-        config: Mapping[str, object], *, world_size: int, init_optimizer: bool
-    ) -> ParallelLayout:
-        """Return the parallel layout of `world_size` ranks, and check config and model for it.
-
-        Raises:
-            ValueError: They do not fit; the message names key and numbers.
-        """
-        parsed = EngineConfig.from_policy_config(
-            config, world_size=world_size, init_optimizer=init_optimizer
-        )
-        if parsed.custom_parallel_plan is not None:
-            load_custom_plan(parsed.custom_parallel_plan)
-        model_config = load_model_config(parsed)
-        check_causal(model_config, parsed)
-        check_attention(model_config, parsed)
-        take_quantization(model_config, parsed.model_name)
-        check_sizes(
-            model_config,
-            tensor_parallel_size=parsed.layout.tensor_parallel,
-            has_custom_plan=parsed.custom_parallel_plan is not None,
-        )
-        check_modules(parsed)
-        check_packing(parsed)
-        return parsed.layout
+    plan_layout = staticmethod(plan_layout)
 
     # Forward and backward
 

@@ -1,4 +1,7 @@
-"""The worker: one rank of a policy, behind the calls of `rl_interfaces.PolicyWorker`."""
+"""The worker: one rank of a policy, behind the calls of `rl_interfaces.PolicyWorker`.
+
+Methods import the engine and what goes with it themselves: a driver needs the class alone.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +12,23 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from rl_interfaces.backend.worker import EngineWorker
-from torch.distributed.tensor.experimental import context_parallel
-from torch.distributed.tensor.experimental._attention import set_rotate_method
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rl_dtensor_worker.engine import DTensorEngine, free_cached_memory, move_buffers
-from rl_dtensor_worker.layout import check_same_media
-from rl_dtensor_worker.model.adapter_sets import AdapterSetConfig, AdapterSets
-from rl_dtensor_worker.model.lora import write_peft_directory
-from rl_dtensor_worker.parallel.structure import decoder_layers
+from rl_dtensor_worker import preflight
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from rl_batched_data import BatchedDataDict
-    from rl_interfaces import AdamOptions, OptimizerStepOutputSpec, ScoreOutputSpec
+    from rl_interfaces import AdamOptions, OptimizerStepOutputSpec, ParallelLayout, ScoreOutputSpec
     from rl_interfaces.backend.steps import Step
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
+
+    from rl_dtensor_worker.engine import DTensorEngine
+    from rl_dtensor_worker.model.adapter_sets import AdapterSets
 
 
 class DTensorPolicyWorker(EngineWorker):
@@ -42,12 +42,31 @@ class DTensorPolicyWorker(EngineWorker):
     arguments. With adapters the reference model takes no copy: it is the model without them.
     """
 
-    engine_class = DTensorEngine
     _engine: DTensorEngine
+
+    @classmethod
+    def find_engine(cls) -> type[DTensorEngine]:
+        """Return `DTensorEngine`."""
+        from rl_dtensor_worker.engine import DTensorEngine
+
+        return DTensorEngine
+
+    @classmethod
+    def plan_layout(
+        cls, config: Mapping[str, object], *, world_size: int, init_optimizer: bool
+    ) -> ParallelLayout:
+        """Return the layout of `world_size` ranks, see `preflight.plan_layout`.
+
+        Raises:
+            ValueError: Config and model do not fit; the message names key and numbers.
+        """
+        return preflight.plan_layout(config, world_size=world_size, init_optimizer=init_optimizer)
 
     @staticmethod
     def repeated_layers(model: nn.Module) -> list[nn.Module]:
         """Return the repeated layers, in order; see `rl_interfaces.backend.memory`."""
+        from rl_dtensor_worker.parallel.structure import decoder_layers
+
         return list(decoder_layers(cast("PreTrainedModel", model)).values())
 
     @property
@@ -112,6 +131,8 @@ class DTensorPolicyWorker(EngineWorker):
             ValueError: There are no adapters, or no save has written what is at the path.
             RuntimeError: It cannot be written; on every rank.
         """
+        from rl_dtensor_worker.model.lora import write_peft_directory
+
         if self._engine.config.adapters is None:
             raise ValueError("save_adapters() needs policy.dtensor_cfg.lora.enabled=True")
         with self._checkpointer.replacing(path) as directory:
@@ -123,6 +144,8 @@ class DTensorPolicyWorker(EngineWorker):
 
     def add_adapters(self, name: str, *, rank: int, seed: int, layers: list[str]) -> None:
         """Add a set of initial adapters: A random, B zero."""
+        from rl_dtensor_worker.model.adapter_sets import AdapterSetConfig
+
         config = AdapterSetConfig(rank=rank, seed=seed, layers=tuple(layers))
         self._adapter_sets.create(name, config)
 
@@ -161,6 +184,8 @@ class DTensorPolicyWorker(EngineWorker):
 
     @cached_property
     def _adapter_sets(self) -> AdapterSets:
+        from rl_dtensor_worker.model.adapter_sets import AdapterSets
+
         config, optimizer = self._engine.config, self._engine.optimizer
         if config.adapters is None or config.head != "language_model":
             raise ValueError(
@@ -186,6 +211,8 @@ class DTensorPolicyWorker(EngineWorker):
 
     def move_buffer_to_device(self, model: nn.Module, device: str | torch.device) -> nn.Module:
         """Move the buffers of `model`, which FSDP does not manage, and return it."""
+        from rl_dtensor_worker.engine import move_buffers
+
         return move_buffers(model, device)
 
     def move_to_cuda(self, model: nn.Module) -> nn.Module:
@@ -194,6 +221,8 @@ class DTensorPolicyWorker(EngineWorker):
 
     def move_to_cpu(self, model: nn.Module) -> nn.Module:
         """Move `model` to the CPU and return it."""
+        from rl_dtensor_worker.engine import free_cached_memory
+
         moved = self.move_to_device(model, "cpu")
         free_cached_memory(self._engine.info.device)
         return moved
@@ -215,6 +244,9 @@ class DTensorPolicyWorker(EngineWorker):
             cp_no_restore_buffers: The buffers that need not be restored on exit.
             cp_rotate_method: `allgather` or `alltoall`: how keys and values are exchanged.
         """
+        from torch.distributed.tensor.experimental import context_parallel
+        from torch.distributed.tensor.experimental._attention import set_rotate_method
+
         if cp_rotate_method is not None:
             set_rotate_method(cp_rotate_method)
         return context_parallel(
@@ -241,6 +273,8 @@ class DTensorPolicyWorker(EngineWorker):
 
     def _steps(self, data: BatchedDataDict, **options: Any) -> list[Step]:
         """Also check media, before the first step changes anything."""
+        from rl_dtensor_worker.layout import check_same_media
+
         steps = super()._steps(data, **options)
         info = self._engine.info
         check_same_media(steps, group=info.data_group, device=info.device)

@@ -33,8 +33,9 @@ from rl_dtensor_worker.model.quantized import quantized_files, take_quantization
 from rl_dtensor_worker.model.recompute import enable_checkpointing
 from rl_dtensor_worker.model.rotary import fix_rotary_length
 from rl_dtensor_worker.parallel.fsdp import local_tensor, owned_indices, shard_model
-from rl_dtensor_worker.parallel.plans import apply_plan, check_plan, check_sizes, plan_of
+from rl_dtensor_worker.parallel.plans import apply_plan, check_plan, plan_of
 from rl_dtensor_worker.parallel.structure import decoder_layers
+from rl_dtensor_worker.preflight import check_causal, check_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -61,27 +62,6 @@ _ACTIVATION_BUFFERS = {
     "minimax": frozenset(["slope_rate", "query_decay", "key_decay", "diagonal_decay"]),
     "openai-gpt": frozenset(["bias"]),
 }
-# Model types of encoders, which are language models only with `is_decoder`.
-_ENCODERS = frozenset(
-    [
-        "bert",
-        "bert-generation",
-        "big_bird",
-        "camembert",
-        "data2vec-text",
-        "electra",
-        "ernie",
-        "megatron-bert",
-        "rembert",
-        "roberta",
-        "roberta-prelayernorm",
-        "roc_bert",
-        "roformer",
-        "xlm-roberta",
-        "xlm-roberta-xl",
-        "xmod",
-    ]
-)
 _BY_HEAD: dict[str, Any] = {
     "reward": AutoModelForSequenceClassification,
     "value": AutoModelForTokenClassification,
@@ -143,19 +123,16 @@ def _library_attention(model_config: PreTrainedConfig, config: EngineConfig) -> 
 def check_modules(config: EngineConfig) -> None:
     """Raise unless adapters and tensor parallelism fit the modules of the model.
 
-    Builds the model on the meta device where one of them is asked for; no file of weights is read.
+    Builds the model on the meta device; no file of weights is read.
 
     Raises:
         ValueError: An entry of `target_modules` matches no layer, or the model has no usable plan.
     """
-    is_tensor_parallel = config.layout.tensor_parallel > 1
-    if config.adapters is None and not is_tensor_parallel:
-        return
     # Kernels of the attention need to be installed only where the ranks run.
     model = empty_model(replace(config, attn_implementation=None))
     _add_adapters(model, config)
-    if is_tensor_parallel:
-        size = config.layout.tensor_parallel
+    size = config.layout.tensor_parallel
+    if size > 1:
         plan = plan_of(model, custom=config.custom_parallel_plan, size=size)
         check_plan(model, plan, sequence_parallel=config.sequence_parallel)
 
@@ -171,31 +148,6 @@ def _add_adapters(model: PreTrainedModel, config: EngineConfig) -> None:
         head=config.head,
         value_layer=value_layer_name(model) if has_value_layer else None,
     )
-
-
-def check_causal(model_config: PreTrainedConfig, config: EngineConfig) -> None:
-    """Raise if the tokens of a language model are known to depend on what stands after them.
-
-    Raises:
-        ValueError: They do.
-    """
-    reason = _why_not_causal(model_config) if config.head == "language_model" else ""
-    if reason:
-        raise ValueError(
-            f"policy.model_name={config.model_name!r} is not causal: its model_type is "
-            f"{model_config.model_type!r} {reason}"
-        )
-
-
-def _why_not_causal(model_config: PreTrainedConfig) -> str:
-    kind = model_config.model_type
-    for kinds, flag in ((_ENCODERS, "is_decoder"), (frozenset(["xlm"]), "causal")):
-        if kind in kinds and not getattr(model_config, flag):
-            return (
-                f"with {flag}=False, so that tokens see the tokens after them. A decoder of this "
-                f"family has {flag}=True in its config.json"
-            )
-    return "whose tokens always see the tokens after them" if kind == "cpmant" else ""
 
 
 def check_attention(model_config: PreTrainedConfig, config: EngineConfig) -> None:

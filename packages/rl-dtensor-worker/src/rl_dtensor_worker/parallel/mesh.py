@@ -10,7 +10,6 @@ import torch.distributed as dist
 from rl_interfaces import ParallelLayout
 from rl_interfaces.backend.runtime import destroy_groups
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 if TYPE_CHECKING:
     from rl_dtensor_worker.config import Resolved
@@ -139,6 +138,9 @@ class Meshes:
         holds its groups, whose threads would otherwise run on, and a later mesh may compare equal
         to it while its groups have other names.
         """
+        # Here, as drivers plan layouts without DTensor.
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
         meshes = (self.data, self.state, self.replicas)
         destroy_groups(group for mesh in meshes for group in mesh.get_all_groups())
         for mesh in meshes:

@@ -100,45 +100,9 @@ _OWN_PLANS: dict[str, dict[str, str]] = {
 }
 """By `model_type`, within a decoder layer: for models that declare no plan."""
 
-_DIVIDED = (
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-)
 _PATH = "policy.dtensor_cfg"
 # What torch says of a `DTensor` in an operation of plain tensors.
 _MIXED_TENSORS = "mixed torch.Tensor and DTensor"
-
-
-def check_sizes(
-    model_config: PreTrainedConfig, *, tensor_parallel_size: int, has_custom_plan: bool
-) -> None:
-    """Raise unless the tensor-parallel size fits the model.
-
-    Every rank needs a part of the vocabulary; the last one's may be smaller. A user's plan has to
-    share heads, experts and inner sizes equally. Where the model's own plan does not, `plan_of`
-    replaces it.
-
-    Raises:
-        ValueError: It does not; the message names which.
-    """
-    text = model_config.get_text_config()
-    size = text.vocab_size
-    if -(-size // tensor_parallel_size) * (tensor_parallel_size - 1) >= size:
-        raise ValueError(
-            f"{_PATH}.tensor_parallel_size={tensor_parallel_size} leaves a rank without a part of "
-            f"the model's vocab_size={size}"
-        )
-    for name in _DIVIDED if has_custom_plan else ():
-        count = getattr(text, name, None)
-        if isinstance(count, int) and count % tensor_parallel_size:
-            raise ValueError(
-                f"{_PATH}.tensor_parallel_size={tensor_parallel_size} does not divide the model's "
-                f"{name}={count}"
-            )
 
 
 def load_custom_plan(path: str) -> Plan:

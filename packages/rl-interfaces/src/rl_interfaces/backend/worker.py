@@ -159,6 +159,9 @@ class EngineWorker:
         class MyWorker(EngineWorker):
             engine_class = MyEngine
 
+    A driver needs the class alone, to check a config. A backend whose engine takes seconds to
+    import leaves `engine_class` unset, and overrides `find_engine` and `plan_layout`.
+
     Args:
         config: A `PolicyConfig`.
         tokenizer: The model's tokenizer.
@@ -195,7 +198,7 @@ class EngineWorker:
             self._environment = RankEnvironment.from_environment()
             if init_process_group(self._environment, timeout_s=timeout_s):
                 leaving.callback(leave_process_group)
-            self._engine: Engine = self.engine_class(
+            self._engine: Engine = self.find_engine()(
                 resolved,
                 environment=self._environment,
                 tokenizer=tokenizer,
@@ -247,11 +250,27 @@ class EngineWorker:
         """
         resolved = resolve_policy_config(config)
         settings = WorkerSettings.from_resolved(resolved)
-        layout = cls.engine_class.plan_layout(
-            resolved, world_size=world_size, init_optimizer=init_optimizer
-        )
+        layout = cls.plan_layout(resolved, world_size=world_size, init_optimizer=init_optimizer)
         settings.rows_per_rank(None, num_ranks=layout.data_parallel)
         return layout
+
+    @classmethod
+    def find_engine(cls) -> type[Engine]:
+        """Return the class of the engine, which a worker constructs."""
+        return cls.engine_class
+
+    @classmethod
+    def plan_layout(
+        cls, config: ResolvedConfig, *, world_size: int, init_optimizer: bool
+    ) -> ParallelLayout:
+        """Return the layout of `world_size` ranks, see `Engine.plan_layout`.
+
+        Raises:
+            ValueError: The config cannot be run; the message names keys and numbers.
+        """
+        return cls.find_engine().plan_layout(
+            config, world_size=world_size, init_optimizer=init_optimizer
+        )
 
     @property
     def model(self) -> Any:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config
+from transformers import PreTrainedTokenizerFast
 
 from rl_policy.config import TinyModelSection
+
+if TYPE_CHECKING:
+    from transformers import Qwen2Config
 
 PAD, END = "<|endoftext|>", "<|im_end|>"
 """The special tokens, under the names that the Qwen2 tokenizer expects."""
@@ -42,6 +46,9 @@ def tiny_model_config(sizes: TinyModelSection, *, max_sequence_length: int) -> Q
         sizes: The user's part of it.
         max_sequence_length: Most tokens of a sequence.
     """
+    # Here, as it imports the code of models, to document itself, which takes two seconds.
+    from transformers import Qwen2Config
+
     num_heads = sizes.hidden_size // sizes.head_size
     return Qwen2Config(
         vocab_size=len(build_tokenizer()),

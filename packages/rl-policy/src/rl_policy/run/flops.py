@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 from rl_interfaces.backend.checkpoint.hf_files import load_model_config
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from rl_policy.config import RunConfig, Settings
 
@@ -78,6 +78,9 @@ class ModelSize:
             num_parameters  = 2 * (4 * 64^2 + 3 * 64 + 3 * 64 * 256 + 2 * 64) + 64 + 258 * 64
             attention_width = 2 * 64
         """
+        # Here, as it imports the code of models, which takes a second.
+        from transformers import AutoModelForCausalLM
+
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         text = config.get_text_config()

@@ -17,7 +17,7 @@ from rl_interfaces.backend.generation import SamplingConfig
 from rl_interfaces.backend.torch_optim import check_schedule_length, parse_scheduler
 from rl_interfaces.config.schema import check_typed_dict
 from rl_refit.transports import expandable_segments, find_transport
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from rl_policy import backends
 from rl_policy.config import (
@@ -393,6 +393,9 @@ def read_tokenizer(name: str, *, key: str, trust_remote_code: bool) -> PreTraine
     Raises:
         ValueError: It cannot be loaded; names the key.
     """
+    # Here, as it imports the code of models, which takes a second.
+    from transformers import AutoTokenizer
+
     if is_missing_directory(name):
         raise ValueError(f"{key}={name!r} is no directory")
     try:

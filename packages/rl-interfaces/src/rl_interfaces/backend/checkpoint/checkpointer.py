@@ -4,6 +4,9 @@
 tensors are safetensors shards in the layout of `torch.distributed.checkpoint`, so that any layout
 of ranks reads them; `state.pt` (groups, counters, schedule, loss scale) and `random_N.pt` (the
 random state of data-parallel rank N) hold plain values and are read with `weights_only=True`.
+
+Functions import `torch.distributed.checkpoint` themselves: it takes most of a second, and drivers,
+which validate a config for the worker, do not need it.
 """
 
 from __future__ import annotations
@@ -20,14 +23,6 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
-from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from rl_interfaces.backend.checkpoint import directories, optimizer_state
 from rl_interfaces.backend.checkpoint.directories import (
@@ -111,6 +106,8 @@ class TensorPart:
 
     def staged(self) -> TensorPart:
         """See `SavePart.staged`; the copies are on the CPU."""
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
         on_cuda = any(tensor.is_cuda for tensor in self.tensors.values())
         options = StagingOptions(
             use_pinned_memory=on_cuda,
@@ -125,6 +122,9 @@ class TensorPart:
 
     def write(self, directory: Path, group: dist.ProcessGroup) -> None:
         """See `SavePart.write`."""
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+        from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+
         if self.tensors:
             writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
             save_sharded(self.tensors, storage_writer=writer, process_group=group)
@@ -213,6 +213,10 @@ def check_tensors(tensors: Mapping[str, torch.Tensor], path: Path, *, what: str)
 
 
 def _load_tensors(tensors: Tensors, path: Path, *, what: str) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+
     try:
         with torch.no_grad():
             load_sharded(tensors, storage_reader=HuggingFaceStorageReader(str(path)))
@@ -221,6 +225,8 @@ def _load_tensors(tensors: Tensors, path: Path, *, what: str) -> None:
 
 
 def _stored_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
     stored = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     return cast("dict[str, TensorStorageMetadata]", stored)  # safetensors holds nothing else
 

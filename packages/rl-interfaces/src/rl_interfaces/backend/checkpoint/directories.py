@@ -6,7 +6,8 @@ the first directory is written last and commits the save; then the directories a
 crash before the commit the partial directories are discarded; after it, the next save or load
 completes the renames.
 
-Functions that are not marked as collective run on one rank, while the others wait.
+Functions that are not marked as collective run on one rank, while the others wait. Functions import
+`torch.distributed.checkpoint` themselves: it takes most of a second, and drivers do not need it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from rl_interfaces.backend.runtime import failing_together
 
@@ -202,6 +202,8 @@ def taking_their_places(
     targets: list[Path], group: dist.ProcessGroup
 ) -> Generator[None, None, None]:
     """Commit the partial directories that the body fills; discard them if it raises. Collective."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     is_first = dist.get_rank(group) == 0
     with naming(targets):
         try:
@@ -218,6 +220,8 @@ def taking_their_places(
 @contextmanager
 def naming(targets: list[Path]) -> Generator[None, None, None]:
     """Add the checkpoint's path to errors of the body."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         yield
     except (OSError, RuntimeError, CheckpointException) as error:
@@ -229,6 +233,8 @@ def naming(targets: list[Path]) -> Generator[None, None, None]:
 
 def reason_of(error: BaseException) -> str:
     """Return the error as one line, with the failed rank if `error` names it."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     if not isinstance(error, CheckpointException):
         return str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
     rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])

@@ -13,7 +13,6 @@ import numpy as np
 from rl_batched_data import BatchedDataDict
 from rl_batched_data.sharding import ShardPlan
 from rl_interfaces import NOT_SAMPLED, ROUTER_CHOOSES, GenerationInterface
-from transformers import AutoTokenizer
 
 from rl_policy import dispatch
 from rl_policy.generation.state import INITIAL_VERSION
@@ -116,6 +115,9 @@ class VllmGeneration(GenerationInterface):
         engine = parse_engine_config(config, seed=seed)
         require_vllm()
         if tokenizer is None:
+            # Here, as it imports the code of models, which takes a second.
+            from transformers import AutoTokenizer
+
             tokenizer = AutoTokenizer.from_pretrained(
                 engine.model_name, trust_remote_code=engine.trust_remote_code
             )

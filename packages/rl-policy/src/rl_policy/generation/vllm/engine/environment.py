@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rl_refit.private_directory import PrivateDirectory
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from rl_policy.backends import BackendNotInstalledError
 
@@ -63,6 +62,9 @@ def temporary_files_apart() -> Iterator[Path]:
     Yields:
         The directory.
     """
+    # Here, as it imports torch's compiler, which takes a second.
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
     before = os.environ.get("TMPDIR"), tempfile.tempdir
     with PrivateDirectory("rl-policy-vllm-") as directory:
