@@ -112,9 +112,6 @@ AFTER_FAST = ("--sample-fast", "--durations=30")
 # by the hundred, each of which would compile all that it imports if none were to keep the bytecode.
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
-    # Threads of OpenMP wait in a loop for one another, and where more processes run than there are
-    # processors, for one that is not running: a step of a model then takes five times as long.
-    "OMP_WAIT_POLICY": "PASSIVE",
     "PYTHONDONTWRITEBYTECODE": None,
     # Or Ray builds an environment of its own for the ranks of whoever runs below `uv run`.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
@@ -122,11 +119,8 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONPATH": None,
 }
-# As users run it, and where the table that every benchmark prints is made.
-BENCH_ENVIRONMENT = ENVIRONMENT | {
-    "OMP_WAIT_POLICY": None,
-    "PYTHONPATH": str(ROOT / "packages/rl-batched-data/benchmarks"),
-}
+# Where the table that every benchmark prints is made.
+BENCH_ENVIRONMENT = ENVIRONMENT | {"PYTHONPATH": str(ROOT / "packages/rl-batched-data/benchmarks")}
 UV = (sys.executable, "-m", "uv")
 # A wheel that was built anew has the version of the one before.
 FRESH = [part for name in PROJECTS for part in ("--reinstall-package", name)]
