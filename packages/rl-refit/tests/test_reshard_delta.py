@@ -201,44 +201,46 @@ def test_a_bit_that_flips_on_its_way_fails_the_refit_and_the_next_one_is_full(wo
     assert world.good_refit(3) == [True, True]
 
 
-@pytest.mark.parametrize("size", [0, -1, 1 << 40])
-def test_a_size_that_cannot_be_is_refused(world, size):
-    world.good_refit(1)
-    world.change()
-    messages = world.trainer.sender._member._exchange._messages
-    pack = messages.pack
+def announce(world, size):
+    """Let the trainer announce a size for the first slice of its messages; return its exchange."""
+    exchange = world.trainer.sender._member._exchange
+    pack = exchange._messages.pack
 
     def announced(flow):
         pack(flow)
         flow.sizes[0] = size
 
-    messages.pack = announced
+    exchange._messages.pack = announced
+    return exchange
+
+
+@pytest.mark.parametrize("size", [0, -1, 1 << 40])
+def test_a_size_that_cannot_be_is_refused(world, size):
+    world.good_refit(1)
+    world.change()
+    announce(world, size)
     start = time.monotonic()
     assert f"announces {size} bytes for up" in world.failing_refit(2)[1]
     assert time.monotonic() - start < LIMIT_S / 2, "the other engine has waited for its limit"
     assert world.good_refit(2) == [False, False]
 
 
-def test_a_trainer_that_sends_after_an_engine_has_failed_tells_the_others(world, monkeypatch):
+def test_a_trainer_that_sends_after_an_engine_has_failed_tells_the_others(world):
     """Its message cannot start, rather than fail while it waits."""
     world.good_refit(1)
     world.change()
-    exchange = world.trainer.sender._member._exchange
-    pack, exchange_sizes = exchange._messages.pack, exchange._exchange_sizes
-
-    def announced(flow):
-        pack(flow)
-        flow.sizes[0] = -1
+    exchange = announce(world, -1)
+    exchange_sizes = exchange._exchange_sizes
 
     def slow(flows, deadline):
         exchange_sizes(flows, deadline)
         time.sleep(1.0)  # until the engine's connection has broken
 
-    monkeypatch.setattr(exchange._messages, "pack", announced)
-    monkeypatch.setattr(exchange, "_exchange_sizes", slow)
+    exchange._exchange_sizes = slow
     start = time.monotonic()
     world.failing_refit(2)
     assert time.monotonic() - start < LIMIT_S / 2, "the other engine has waited for its limit"
+    assert world.good_refit(2) == [False, False]
 
 
 @pytest.mark.parametrize("side", ["trainer", "engine"])

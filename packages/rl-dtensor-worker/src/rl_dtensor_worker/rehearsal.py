@@ -60,6 +60,9 @@ _MATRIX_STRIDE, _WEIGHT_STRIDE = 16, 4096
 def check_packing(config: EngineConfig) -> None:
     """Raise if a stand-in of the model does not keep sequences apart in the layout of a config.
 
+    Args:
+        config: One that `lays_out_rows`.
+
     Raises:
         ValueError: It does not; the message names key, class and difference.
     """
@@ -68,7 +71,7 @@ def check_packing(config: EngineConfig) -> None:
     )
     if config.layout.context_parallel > 1:
         features = [f"dtensor_cfg.context_parallel_size={config.layout.context_parallel}"]
-    if not features or config.attn_implementation not in _ATTENTION:
+    if config.attn_implementation not in _ATTENTION:
         return
     with _quietly(), torch.random.fork_rng(devices=[]), torch.no_grad():
         for is_narrow in (True, False):

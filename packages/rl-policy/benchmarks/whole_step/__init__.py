@@ -11,7 +11,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean
 
 from whole_step.measure import measure_bare_start, measure_in_turns
 from whole_step.page import write_page
@@ -76,9 +75,8 @@ def _compare(
         print("\n".join(f"- {line}" for line in differences(samplers[0])), flush=True)
     runs = runs_of(work, ranks=ranks, samplers=tuple(samplers), with_trl=with_trl)
     measured = measure_in_turns(runs, rounds=rounds, most_beside=most_beside)
-    bare = [measure_bare_start(runs[0]) for _ in range(rounds)]
-    wall, used = (mean(column) for column in zip(*bare, strict=True))
-    found = compare(runs, measured, rounds=rounds, bare_start=(wall, used))
+    bare = measure_bare_start(runs[0], rounds=rounds) if with_trl else None
+    found = compare(runs, measured, rounds=rounds, bare_start=bare)
     others = f"other programs used up to {found.beside():.0%} of the processors"
     print(f"{found.work}, {ranks} ranks, {found.machine}; {others}", flush=True)
     print(aligned(table(found)), flush=True)

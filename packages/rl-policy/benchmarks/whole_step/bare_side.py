@@ -34,8 +34,8 @@ def start(inputs: Path, ranks: int) -> None:
     cluster = RayVirtualCluster([ranks], use_gpus=False)
     try:
         cluster.get_placement_groups()
-        actor = ray.remote(BareRank)
-        hosts = [actor.options(num_cpus=1).remote() for _ in range(ranks)]
+        # Without a CPU of their own: the placement groups hold those of the cluster.
+        hosts = [ray.remote(BareRank).options(num_cpus=0).remote() for _ in range(ranks)]
         ray.get([host.load.remote(str(inputs / "model")) for host in hosts], timeout=300)
         meter.end_step(0)
     finally:

@@ -63,10 +63,13 @@ def measure(run: Run) -> Measured:
     return summarize(lines, started=started)
 
 
-def measure_bare_start(run: Run) -> tuple[float, float]:
-    """Return the wall-clock and processor seconds of `bare_side` for the model of a run."""
-    started, (line,) = _run(replace(run, side=BARE), num_lines=1)
-    return line["at"] - started, line["used"]
+def measure_bare_start(run: Run, *, rounds: int) -> tuple[float, float]:
+    """Return the wall-clock and processor seconds of `bare_side` for a run's model, the mean."""
+    pairs: list[tuple[float, float]] = []
+    for _ in range(rounds):
+        started, (line,) = _run(replace(run, side=BARE), num_lines=1)
+        pairs.append((line["at"] - started, line["used"]))
+    return _mean_pair(pairs)
 
 
 def _run(run: Run, *, num_lines: int) -> tuple[float, list[dict[str, Any]]]:

@@ -37,7 +37,7 @@ class Comparison:
     rounds: int
     results: list[Result]
     bare_start: tuple[float, float] | None = None
-    """Wall-clock and processor seconds of `bare_side`; None if it was not measured."""
+    """Wall-clock and processor seconds of `bare_side`; None if it was not compared with TRL."""
 
     @property
     def key(self) -> tuple[str, int, str]:
@@ -62,7 +62,7 @@ def compare(
     measured: Sequence[Measured],
     *,
     rounds: int,
-    bare_start: tuple[float, float],
+    bare_start: tuple[float, float] | None,
 ) -> Comparison:
     """Return what was measured of runs in turns."""
     first = runs[0]
@@ -117,7 +117,8 @@ def load(path: Path) -> list[Comparison]:
         Comparison(
             **{
                 **each,
-                "bare_start": _pair(each.get("bare_start")),
+                # Earlier results have none.
+                "bare_start": each.get("bare_start") and tuple(each["bare_start"]),
                 "results": [
                     Result(
                         side=result["side"],
@@ -129,11 +130,6 @@ def load(path: Path) -> list[Comparison]:
         )
         for each in json.loads(path.read_text())
     ]
-
-
-def _pair(found: Sequence[float] | None) -> tuple[float, float] | None:
-    """Return a pair from JSON; None of a result from before it was measured."""
-    return None if found is None else (found[0], found[1])
 
 
 def merge(earlier: Sequence[Comparison], later: Sequence[Comparison]) -> list[Comparison]:
@@ -166,20 +162,11 @@ def table(comparison: Comparison) -> list[list[str]]:
             cells += [_ratio(part, of) for part, of in zip(pair, peer.measured[name], strict=True)]
         if any(cell not in ("", "-") for cell in cells[1:]) or name == "other":
             rows.append(cells)
-        if name == "start" and comparison.bare_start is not None:
-            rows.append(_bare_start(comparison, peer, width=len(rows[0])))
+        if name == "start" and peer is not None and comparison.bare_start is not None:
+            pairs = zip(comparison.bare_start, peer.measured[name], strict=True)
+            bare = ["start, bare Ray", *(_ratio(part, of) for part, of in pairs)]
+            rows.append(bare + [""] * (len(rows[0]) - len(bare)))
     return rows
-
-
-def _bare_start(comparison: Comparison, peer: Result | None, *, width: int) -> list[str]:
-    """Return the row of what any run over Ray takes to start."""
-    assert comparison.bare_start is not None
-    if peer is None:
-        cells = [_seconds(part) for part in comparison.bare_start]
-    else:
-        whole = peer.measured["start"]
-        cells = [_ratio(*pair) for pair in zip(comparison.bare_start, whole, strict=True)]
-    return ["start, bare Ray", *cells, *[""] * (width - 1 - len(cells))]
 
 
 def _header(comparison: Comparison) -> Iterator[str]:

@@ -86,7 +86,7 @@ class Run:
     """One side of the comparison on a number of ranks."""
 
     side: str
-    """`rl-policy` or `TRL`."""
+    """`rl-policy`, `TRL` or `BARE`."""
     work: Work
     ranks: int
     sampler: str = WORKERS

@@ -46,7 +46,7 @@ def tiny_model_config(sizes: TinyModelSection, *, max_sequence_length: int) -> Q
         sizes: The user's part of it.
         max_sequence_length: Most tokens of a sequence.
     """
-    # Here, as it imports the code of models, to document itself, which takes two seconds.
+    # Here, as it imports the code of models, for its docstring, which takes a second.
     from transformers import Qwen2Config
 
     num_heads = sizes.hidden_size // sizes.head_size

@@ -14,13 +14,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-)
-from transformers.utils.hub import get_checkpoint_shard_files
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from rl_interfaces.backend.runtime import failing_together
 
@@ -79,10 +73,7 @@ def find_checkpoint(model_name: str, model_config: PreTrainedConfig) -> list[str
     Raises:
         ValueError: The model has no weights.
     """
-    named = getattr(model_config, "transformers_weights", None)
-    if named is None and (found := _weights_of_directory(Path(model_name))):
-        return found
-    # Here, as it imports torch's compiler.
+    # Here, as it imports torch's compiler, which takes a second.
     from transformers.modeling_utils import _get_resolved_checkpoint_files
 
     try:
@@ -93,25 +84,12 @@ def find_checkpoint(model_name: str, model_config: PreTrainedConfig) -> list[str
             use_safetensors=None,
             user_agent=None,
             is_remote_code=False,
-            transformers_explicit_filename=named,
+            transformers_explicit_filename=getattr(model_config, "transformers_weights", None),
         )
     except OSError as error:
         raise ValueError(f"policy.model_name={model_name!r} has no weights: {error}") from error
     assert paths
     return paths
-
-
-def _weights_of_directory(directory: Path) -> list[str]:
-    """Return the files that transformers loads of a directory; empty if it has none, or is none."""
-    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
-        path = directory / name
-        if path.is_file():
-            if name not in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
-                return [str(path)]
-            shards, _ = get_checkpoint_shard_files(directory, path)
-            assert shards, "an index names its shards"
-            return shards
-    return []
 
 
 _BLOCK_BYTES = 64 * 2**20
