@@ -88,9 +88,12 @@ def build(num_layers):
 
 
 def measure(cases):
-    """Return the numbers of each case."""
+    """Return the numbers of each case, and what planted bugs give."""
     shallow, deep = build(NUM_LAYERS), build(NUM_LAYERS + MORE_LAYERS)
-    return {case: numbers_of_case(case, shallow, deep) for case in cases}
+    return {
+        "numbers": {case: numbers_of_case(case, shallow, deep) for case in cases},
+        "planted": with_planted_bugs(shallow, deep),
+    }
 
 
 def numbers_of_case(case, shallow, deep):
@@ -134,9 +137,8 @@ def num_passes_of(batch):
     return NUM_STEPS * -(-rows_per_step // 2)
 
 
-def measure_planted():
+def with_planted_bugs(shallow, deep):
     """Return the error of a device mixture, and the numbers of a life with all other bugs."""
-    shallow, deep = build(NUM_LAYERS), build(NUM_LAYERS + MORE_LAYERS)
     attention = _keeps_a_tensor(_reads_a_value(_loops_over_kernels(LlamaAttention.forward)))
     with (
         mock.patch.object(LlamaAttention, "forward", attention),

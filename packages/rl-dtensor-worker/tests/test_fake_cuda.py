@@ -19,7 +19,6 @@ from rl_interfaces.testing.fake_cuda import (
 _TESTS = Path(__file__).parent
 _LIMITS = read_limits(_TESTS / "fake_cuda_limits.toml")
 _CASES = ["dp2_packed", "dp2_lora", "dp2_cpu_offload", "tp2_sp_packed", "cp2_packed", "hybrid"]
-_AT_A_TIME = 6  # in one process, well within the limit of a test
 # Of a `train` call, whatever its size: the ranks' rows, the losses' counts, and the results.
 _READS_PER_CALL = 3
 _NUM_STEPS = 2
@@ -34,39 +33,38 @@ pytestmark = [
 ]
 
 
-def measure(cases):
+def cases_to_measure():
+    return list(_LIMITS) if os.environ.get("PARITY") == "all" else _CASES
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """The numbers of all cases, and what a life with planted bugs gives, from one process."""
+    cases = cases_to_measure()
     return run_on_fake_cuda("fake_cuda_cases:measure", path=[_TESTS], cases=cases)
 
 
-def problems(found):
+def problems(case, numbers):
     """Return a sentence for each number above its maximum, and for each one that misses the aim."""
-    lines = []
-    for case, numbers in found.items():
-        lines += exceeded(case, numbers, _LIMITS)
-        waits = sum(numbers["syncs"].values())
-        aim = numbers["num_passes"] + _NUM_STEPS + _READS_PER_CALL
-        misses = waits > aim or numbers["syncs_per_layer"] > 0
-        if (misses and case not in _WITHOUT_AIM) or numbers["offloaded_bytes"]:
-            lines.append(
-                f"[{case}] {waits} waits in {_NUM_STEPS} steps of {numbers['num_passes']} "
-                f"micro-batches, at most {aim}; {numbers['syncs_per_layer']:g} in a layer, none "
-                f"allowed; left after an offload: {numbers['left']}; waits at: {numbers['lines']}"
-            )
-        if len(numbers["moves"]) > _WAITS_OF_MOVES and case not in _WITHOUT_AIM:
-            lines.append(f"[{case}] moving waits {len(numbers['moves'])} times: {numbers['moves']}")
+    lines = exceeded(case, numbers, _LIMITS)
+    waits = sum(numbers["syncs"].values())
+    aim = numbers["num_passes"] + _NUM_STEPS + _READS_PER_CALL
+    misses = waits > aim or numbers["syncs_per_layer"] > 0
+    if (misses and case not in _WITHOUT_AIM) or numbers["offloaded_bytes"]:
+        lines.append(
+            f"[{case}] {waits} waits in {_NUM_STEPS} steps of {numbers['num_passes']} "
+            f"micro-batches, at most {aim}; {numbers['syncs_per_layer']:g} in a layer, none "
+            f"allowed; left after an offload: {numbers['left']}; waits at: {numbers['lines']}"
+        )
+    if len(numbers["moves"]) > _WAITS_OF_MOVES and case not in _WITHOUT_AIM:
+        lines.append(f"[{case}] moving waits {len(numbers['moves'])} times: {numbers['moves']}")
     return lines
 
 
-def groups():
-    """Return the cases of each test."""
-    cases = list(_LIMITS) if os.environ.get("PARITY") == "all" else _CASES
-    return [cases[first : first + _AT_A_TIME] for first in range(0, len(cases), _AT_A_TIME)]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", groups(), ids=",".join)
-def test_layouts_are_within_the_list(cases):
-    assert problems(measure(cases)) == []
+@pytest.mark.parametrize("case", cases_to_measure())
+def test_a_layout_is_within_the_list(measured, case):
+    assert problems(case, measured["numbers"][case]) == []
 
 
 def test_the_list_has_every_layout_of_the_parity_table():
@@ -74,8 +72,8 @@ def test_the_list_has_every_layout_of_the_parity_table():
 
 
 @pytest.mark.slow
-def test_planted_bugs_are_found():
-    found = run_on_fake_cuda("fake_cuda_cases:measure_planted", path=[_TESTS])
+def test_planted_bugs_are_found(measured):
+    found = measured["planted"]
     assert "cpu" in found["mixture"]
     assert "cuda" in found["mixture"]
     numbers, maxima = found["numbers"], _LIMITS["dp2"]

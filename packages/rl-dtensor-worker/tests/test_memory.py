@@ -35,7 +35,7 @@ _SIZES = {
     "num_key_value_heads": 4,
     "vocab_size": 4096,
     "max_position_embeddings": 512,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,

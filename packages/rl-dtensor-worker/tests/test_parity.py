@@ -1,7 +1,7 @@
 """The parity table: every layout of ranks against plain transformers and a plain loop.
 
-By default a subset in which every pair of a layout, a model and a way of batching occurs;
-`PARITY=all` runs the whole table.
+By default a subset: every model in each kind of parallelism, alone or beside another one, and
+every pair of a layout and a way of batching, and of a model and one. `PARITY=all` runs the table.
 """
 
 import itertools
@@ -29,18 +29,36 @@ BATCHINGS = {"padded": None, "dynamic": "dynamic_batching", "packed": "sequence_
 RELATIVE_TOLERANCE = 2e-6
 
 
+def kinds_of(layout):
+    """Return the kinds of parallelism of a layout: what its ranks do apart, and what they share."""
+    num_ranks, sizes = LAYOUTS[layout]
+    tensor, context = (sizes.get(f"{name}_parallel_size", 1) for name in ("tensor", "context"))
+    replicas = sizes.get("data_parallel_replicate_size", 1)
+    is_of_kind = {
+        "sharded": num_ranks > tensor * context and replicas != "auto",
+        "replicated": replicas != 1,
+        "tensor": tensor > 1 and "sequence_parallel" not in sizes,
+        "sequence": "sequence_parallel" in sizes,
+        "context": context > 1,
+    }
+    return {kind for kind, is_one in is_of_kind.items() if is_one}
+
+
+def pairs_of(case):
+    """Return what a case shows: see the module."""
+    layout, model, batching = case
+    return {(layout, batching), (model, batching), *((kind, model) for kind in kinds_of(layout))}
+
+
 def covering_pairs():
-    """Return cases in which every pair of values of two of the three axes occurs."""
-    axes = (list(LAYOUTS), list(parity_models.CONFIGS), list(BATCHINGS))
-    cases = list(itertools.product(*axes))
-    missing = {pair for case in cases for pair in itertools.combinations(enumerate(case), 2)}
+    """Return cases that show all pairs; of those with as many new ones, that of fewer ranks."""
+    cases = list(itertools.product(LAYOUTS, parity_models.CONFIGS, BATCHINGS))
+    missing = {pair for case in cases for pair in pairs_of(case)}
     chosen = []
     while missing:
-        best = max(
-            cases, key=lambda case: len(missing & set(itertools.combinations(enumerate(case), 2)))
-        )
+        best = max(cases, key=lambda case: (len(missing & pairs_of(case)), -LAYOUTS[case[0]][0]))
         chosen.append(best)
-        missing -= set(itertools.combinations(enumerate(best), 2))
+        missing -= pairs_of(best)
     return sorted(chosen)
 
 

@@ -21,7 +21,6 @@ _TESTS = Path(__file__).parent
 _LIMITS = read_limits(_TESTS / "fake_cuda_limits.toml")
 _CASES = ["dp2_packed", "dp2_experts", "tp2_sp", "pp2_virtual", "cp2_packed", "ep2"]
 _CASES += ["dp2_sinks", "cp2_linear"]
-_AT_A_TIME = 4  # in one process, well within the limit of a test
 # Of a `train` call, whatever its size: the ranks' rows, the losses' counts, and the results.
 _READS_PER_CALL = 3
 _NUM_STEPS = 2
@@ -41,40 +40,39 @@ _REASON = why_unavailable() if _IS_OF_LIST else "the list is that of megatron-co
 pytestmark = pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
 
 
-def measure(cases):
+def cases_to_measure():
+    return list(_LIMITS) if os.environ.get("PARITY") == "all" else _CASES
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """The numbers of all cases, from one process."""
+    cases = cases_to_measure()
     return run_on_fake_cuda("fake_cuda_cases:measure", path=[_TESTS], cases=cases)
 
 
-def problems(found):
+def problems(case, numbers):
     """Return a sentence for each number above its maximum, and for each one that misses the aim."""
-    lines = []
-    for case, numbers in found.items():
-        lines += exceeded(case, numbers, _LIMITS)
-        waits = sum(numbers["syncs"].values())
-        aim = numbers["num_passes"] + _NUM_STEPS + _READS_PER_CALL
-        misses = waits > aim or numbers["syncs_per_layer"] > 0
-        if (misses and case not in _WITHOUT_AIM) or numbers["offloaded_bytes"]:
-            lines.append(
-                f"[{case}] {waits} waits in {_NUM_STEPS} steps of {numbers['num_passes']} "
-                f"micro-batches, at most {aim}; {numbers['syncs_per_layer']:g} in a layer, none "
-                f"allowed; left after an offload: {numbers['left']}; waits at: {numbers['lines']}"
-            )
-        most = _WAITS_OF_MOVES + _MORE_WAITS_OF_MOVES.get(case, 0)
-        if len(numbers["moves"]) > most and case not in _WITHOUT_AIM:
-            lines.append(f"[{case}] moving waits {len(numbers['moves'])} times: {numbers['moves']}")
+    lines = exceeded(case, numbers, _LIMITS)
+    waits = sum(numbers["syncs"].values())
+    aim = numbers["num_passes"] + _NUM_STEPS + _READS_PER_CALL
+    misses = waits > aim or numbers["syncs_per_layer"] > 0
+    if (misses and case not in _WITHOUT_AIM) or numbers["offloaded_bytes"]:
+        lines.append(
+            f"[{case}] {waits} waits in {_NUM_STEPS} steps of {numbers['num_passes']} "
+            f"micro-batches, at most {aim}; {numbers['syncs_per_layer']:g} in a layer, none "
+            f"allowed; left after an offload: {numbers['left']}; waits at: {numbers['lines']}"
+        )
+    most = _WAITS_OF_MOVES + _MORE_WAITS_OF_MOVES.get(case, 0)
+    if len(numbers["moves"]) > most and case not in _WITHOUT_AIM:
+        lines.append(f"[{case}] moving waits {len(numbers['moves'])} times: {numbers['moves']}")
     return lines
 
 
-def groups():
-    """Return the cases of each test."""
-    cases = list(_LIMITS) if os.environ.get("PARITY") == "all" else _CASES
-    return [cases[first : first + _AT_A_TIME] for first in range(0, len(cases), _AT_A_TIME)]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", groups(), ids=",".join)
-def test_layouts_are_within_the_list(cases):
-    assert problems(measure(cases)) == []
+@pytest.mark.parametrize("case", cases_to_measure())
+def test_a_layout_is_within_the_list(measured, case):
+    assert problems(case, measured[case]) == []
 
 
 def test_the_list_has_every_layout_of_the_parity_table():

@@ -1,16 +1,17 @@
 """The parity table: every layout of ranks against plain transformers and a plain loop.
 
-By default a subset in which every pair of a layout, a model and a way of batching occurs;
-`PARITY=all` runs the whole table.
+By default a subset: every model in each kind of parallelism, alone or beside another one, and
+every pair of a layout and a way of batching, and of a model and one. `PARITY=all` runs the table.
 """
 
 import itertools
+import math
 import os
 
 import pytest
 import torch
 from batches import make_batch, make_config
-from parity_checks import LAYOUTS, assert_equal_parameters, joined, num_layers_of
+from parity_checks import LAYOUTS, PP, TP, assert_equal_parameters, joined, num_layers_of
 from plain_loop import (
     LOGPROB_TOLERANCE,
     PARAMETER_TOLERANCE,
@@ -66,17 +67,38 @@ def all_cases():
     return sorted(case for case in cases if applies(*case))
 
 
+def kinds_of(layout):
+    """Return the kinds of parallelism of a layout: what its ranks do apart, and what they share."""
+    num_ranks, sizes = LAYOUTS[layout]
+    degrees = [sizes.get(key, 1) for key in (TP, PP, "context_parallel_size")]
+    is_of_kind = {
+        "data": num_ranks > math.prod(degrees),
+        "tensor": TP in sizes and "sequence_parallel" not in sizes,
+        "sequence": "sequence_parallel" in sizes,
+        "pipeline": PP in sizes,
+        # A rank's layers are not in a row: what a model has in some of its layers is found again.
+        "virtual pipeline": "virtual_pipeline_model_parallel_size" in sizes,
+        "context": "context_parallel_size" in sizes,
+        "expert": "expert_model_parallel_size" in sizes,
+    }
+    return {kind for kind, is_one in is_of_kind.items() if is_one}
+
+
+def pairs_of(case):
+    """Return what a case shows: see the module."""
+    layout, model, batching = case
+    return {(layout, batching), (model, batching), *((kind, model) for kind in kinds_of(layout))}
+
+
 def covering_pairs():
-    """Return cases in which every pair of values of two of the three axes occurs, if it can."""
+    """Return cases that show all pairs; of those with as many new ones, that of fewer ranks."""
     cases = all_cases()
-    missing = {pair for case in cases for pair in itertools.combinations(enumerate(case), 2)}
+    missing = {pair for case in cases for pair in pairs_of(case)}
     chosen = []
     while missing:
-        best = max(
-            cases, key=lambda case: len(missing & set(itertools.combinations(enumerate(case), 2)))
-        )
+        best = max(cases, key=lambda case: (len(missing & pairs_of(case)), -LAYOUTS[case[0]][0]))
         chosen.append(best)
-        missing -= set(itertools.combinations(enumerate(best), 2))
+        missing -= pairs_of(best)
     return sorted(chosen)
 
 

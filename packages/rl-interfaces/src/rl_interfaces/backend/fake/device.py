@@ -30,7 +30,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
+
+from rl_interfaces.backend.fake.shapes import infer
 
 _aten = torch.ops.aten
 _CPU = torch.device("cpu")
@@ -121,7 +123,9 @@ class Figures:
 @cache
 def _fake_mode() -> FakeTensorMode:
     """Return the mode of all devices: libraries keep tensors in globals, beyond one context."""
-    return FakeTensorMode(allow_non_fake_inputs=False)
+    mode = FakeTensorMode(allow_non_fake_inputs=False)
+    mode.cache_enabled = False  # `infer` remembers
+    return mode
 
 
 @dataclass(slots=True)
@@ -311,9 +315,9 @@ class FakeDevice(TorchDispatchMode):
             return self._counted(func(*args, **kwargs))
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
-        if func.namespace == "c10d":
+        namespace, name = _names_of(func)
+        if namespace == "c10d":
             return self._communicate(func, args, kwargs)
-        name = func._schema.name.partition("::")[2]
         on_device = self.device_type != "cpu" and any(self.owns(each.device) for each in fakes)
         if name in _HOST_ANSWERS:
             return self._answer(name, args, fakes[0], on_device=on_device)
@@ -323,7 +327,8 @@ class FakeDevice(TorchDispatchMode):
         self._count_transfer(name, args, kwargs)
         if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
             args = self._with_integer_indices(name, args)
-        out = self._compute(func, name, args, kwargs)
+            tensors = _tensors_in((args, kwargs))
+        out = self._compute(func, name, args, kwargs, tensors)
         self._count_gloo_copy(name, args)
         is_kernel = not func.is_view and name not in _WITHOUT_KERNEL
         if is_kernel and (on_device or self.owns(kwargs.get("device"))):
@@ -426,7 +431,14 @@ class FakeDevice(TorchDispatchMode):
             indices += [self.fake_of(each, index.device) for each in found]
         return (args[0], indices, *args[2:])
 
-    def _compute(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _compute(
+        self,
+        func: Any,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: Sequence[torch.Tensor],
+    ) -> Any:
         """Compute the shapes, and the values where all inputs are known."""
         target = kwargs.get("device")
         to_host = (
@@ -436,7 +448,6 @@ class FakeDevice(TorchDispatchMode):
             kwargs["pin_memory"] = False
         if isinstance(kwargs.get("generator"), torch.Generator):
             kwargs["generator"] = None
-        inputs = _tensors_in((args, kwargs))
         fakes = {
             id(each): self.fake_of(each) for each in inputs if not isinstance(each, FakeTensor)
         }
@@ -445,10 +456,11 @@ class FakeDevice(TorchDispatchMode):
             return fakes.get(id(value), value) if isinstance(value, torch.Tensor) else value
 
         values = _values(func, name, args, kwargs, inputs)
-        given, given_kwargs = _tree_map(faked, args), _tree_map(faked, kwargs)
+        given, given_kwargs = args, kwargs
+        if fakes:
+            given, given_kwargs = _tree_map(faked, args), _tree_map(faked, kwargs)
         try:
-            with self._fake:
-                out = func(*given, **given_kwargs)
+            out = infer(self._fake, func, given, given_kwargs)
         except DynamicOutputShapeException:
             self.synchronised("shape")
             if values is None:
@@ -474,7 +486,8 @@ class FakeDevice(TorchDispatchMode):
         given: Sequence[torch.Tensor],
     ) -> Any:
         """Attach the values to the outputs; what is small and on the host becomes real."""
-        flat, spec = ([out], None) if isinstance(out, FakeTensor) else tree_flatten(out)
+        # Operators nest their outputs in nothing else.
+        flat = out if isinstance(out, (list, tuple)) else [out]
         known = _leaves(values) if values is not None else [None] * len(flat)
         # An operator that writes in place returns its argument: the caller's own, real tensor.
         real_of = {
@@ -500,7 +513,7 @@ class FakeDevice(TorchDispatchMode):
                 results.append(_real_of(tensor, value))
             else:
                 results.append(tensor)
-        return results[0] if spec is None else spec.unflatten(results)
+        return type(out)(results) if flat is out else results[0]
 
     # Collectives
 
@@ -543,6 +556,13 @@ def _table_of_all(values: torch.Tensor) -> torch.Tensor:
     """Repeat the row of this rank in a table that has one row for each rank, as a gather does."""
     own = values[values.flatten(1).any(1)] if values.ndim > 1 else values
     return own.expand_as(values).clone() if values.ndim > 1 and len(own) == 1 else values
+
+
+@cache
+def _names_of(func: Any) -> tuple[str, str]:
+    """Return an operator's namespace and name, which C++ would make anew each time."""
+    namespace, _, name = func._schema.name.partition("::")
+    return namespace, name
 
 
 def _short(frame: Any) -> str:
@@ -588,7 +608,20 @@ def _tree_map(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _tensors_in(values: Any) -> list[torch.Tensor]:
-    return [each for each in _leaves(values) if isinstance(each, torch.Tensor)]
+    found: list[torch.Tensor] = []
+    _append_tensors(values, found)
+    return found
+
+
+def _append_tensors(value: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            _append_tensors(each, found)
+    elif isinstance(value, dict):
+        for each in value.values():
+            _append_tensors(each, found)
 
 
 def _creates_floats(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -670,7 +703,10 @@ def _values(
     inputs: Sequence[torch.Tensor],
 ) -> Any:
     """Return the operator's real result on the host; None if an input is unknown."""
-    if func.namespace != "aten" or any(_values_of(each) is None for each in inputs):
+    for each in inputs:
+        if isinstance(each, FakeTensor) and _known(each) is None:
+            return None
+    if _names_of(func)[0] != "aten":
         return None
     # A real argument that is written to would be written to twice.
     if not all(isinstance(each, FakeTensor) or _is_kept(each) for each in inputs):
