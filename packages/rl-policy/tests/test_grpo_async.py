@@ -34,12 +34,13 @@ RUN = [
     *["policy.generation.backend=vllm", "policy.generation.colocated.enabled=false"],
     # Two optimizer steps a step.
     *["async.max_staleness=4", "async.refit_every=2"],
+    # No test asks whether it learns.
+    "grpo.warm_up=false",
 ]
 
 EPISODES = [
     "environment.function=my_environment.py:Rows",
     "policy.max_total_sequence_length=32",
-    "grpo.warm_up=false",
 ]
 
 # Two turns, or three for every third problem; the observation has the turn and its length, as what
@@ -87,24 +88,34 @@ def ledger(workplace):
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def trained_once_despite_a_kill(begin, workplace, run):
-    """Kill the driver of a run after some steps, resume it; return the rows of its steps."""
+def trained_once_despite_kills(begin, workplace, run):
+    """Kill the engine of a run, then its driver, and resume it; return the rows of its steps."""
     killed = begin(*run)
 
-    def is_past():
+    def is_past(step):
         assert killed.poll() is None, killed.stderr.read()
-        return len(ledger(workplace)) >= 3
+        return len(ledger(workplace)) >= step
 
-    wait_until(is_past, limit_s=600)
+    wait_until(lambda: is_past(2), limit_s=600)
+    (engine,) = processes_of(killed)["engine"]
+    os.kill(engine, signal.SIGKILL)
+    # More steps than the engine can have sampled for before.
+    wait_until(lambda: is_past(STEPS - 1), limit_s=600)
+    assert processes_of(killed)["engine"] not in ([], [engine])
     os.kill(killed.pid, signal.SIGKILL)
-    killed.wait(60)
+    _, errors = killed.communicate(timeout=60)
+    assert "all engines are replaced, and what they were sampling is sampled again" in errors
+    assert errors.count("rank 0 of vllm died") == 1
     before = ledger(workplace)
     resumed = begin("grpo", "--resume", "out")
     _, errors = resumed.communicate(timeout=600)
     assert resumed.returncode == 0, errors[-6000:]
     # What the checkpoint has is not taken again.
-    assert ledger(workplace)[:2] == before[:2]
-    return rows_of_a_whole_run(workplace)
+    assert ledger(workplace)[: STEPS - 4] == before[: STEPS - 4]
+    rows = rows_of_a_whole_run(workplace)
+    replacements = [row["engine_replacements"] for row in rows]
+    assert (replacements[0], max(replacements)) == (0, 1)
+    return rows
 
 
 def rows_of_a_whole_run(workplace, *, steps=STEPS):
@@ -182,28 +193,6 @@ def processes_of(driver):
     return found
 
 
-@pytest.mark.parametrize("kind", ["completions", "episodes"])
-def test_an_engine_that_dies_is_replaced_while_the_run_goes_on(begin, workplace, kind):
-    (workplace / "my_environment.py").write_text(ENVIRONMENT)
-    run = begin(*RUN, "async.too_old=wait", *(EPISODES if kind == "episodes" else ()))
-
-    def is_past():
-        assert run.poll() is None, run.stderr.read()
-        return len(ledger(workplace)) >= 3
-
-    wait_until(is_past, limit_s=600)
-    (engine,) = processes_of(run)["engine"]
-    os.kill(engine, signal.SIGKILL)
-    _, errors = run.communicate(timeout=600)
-    assert run.returncode == 0, errors[-6000:]
-    assert "all engines are replaced, and what they were sampling is sampled again" in errors
-    assert errors.count("rank 0 of vllm died") == 1
-    rows = rows_of_a_whole_run(workplace)
-    replacements = [row["engine_replacements"] for row in rows]
-    assert (replacements[0], replacements[-1]) == (0, 1)
-    assert {row["rollouts_dropped"] for row in rows} == {0}
-
-
 @pytest.mark.parametrize(
     "refit", [[], ["refit.slices=true", "refit.delta=true"]], ids=["full", "slices"]
 )
@@ -255,8 +244,8 @@ def test_a_drill_of_random_kills_loses_no_sample_and_trains_on_none_twice(workpl
     rows_of_a_whole_run(workplace, steps=steps)
 
 
-def test_a_run_that_is_killed_trains_on_each_problem_once(begin, workplace):
-    rows = trained_once_despite_a_kill(begin, workplace, [*RUN, "async.too_old=wait"])
+def test_a_run_whose_processes_are_killed_trains_on_each_problem_once(begin, workplace):
+    rows = trained_once_despite_kills(begin, workplace, [*RUN, "async.too_old=wait"])
     for row in rows:
         assert 0 <= row["oldest_wait_s"] <= row["generate_s"]
         assert row["rollouts_dropped"] == 0
@@ -275,7 +264,7 @@ def test_a_run_that_is_killed_trains_on_each_problem_once(begin, workplace):
     assert (content["complete"], content["reopened"]) == ({}, [])
 
 
-def test_a_run_of_episodes_that_is_killed_trains_on_each_problem_once(begin, workplace):
+def test_a_run_of_episodes_whose_processes_are_killed_trains_on_each_problem_once(begin, workplace):
     (workplace / "my_environment.py").write_text(ENVIRONMENT)
     (workplace / "die").touch()
     run = [
@@ -285,7 +274,7 @@ def test_a_run_of_episodes_that_is_killed_trains_on_each_problem_once(begin, wor
         "grpo.eval_every=1",
         "async.too_old=drop",
     ]
-    rows = trained_once_despite_a_kill(begin, workplace, run)
+    rows = trained_once_despite_kills(begin, workplace, run)
     for row in rows:
         assert 2 <= row["turns_mean"] <= 3
     # One process has died, which is lost with its step if that is taken again.

@@ -92,8 +92,8 @@ def change(model):
             parameter.add_(torch.randn(parameter.shape) * 0.05)
 
 
-def test_an_engine_over_two_ranks_is_refitted_also_after_one_rank_failed(
-    engines, model, prompts, use_gpus, monkeypatch
+def test_an_engine_is_refitted_also_after_a_rank_failed_and_ends_whole_after_one_is_lost(
+    engines, model, prompts, use_gpus, monkeypatch, wait_until_gone
 ):
     assert (engines.num_engines, engines.num_receivers) == (1, 2)
     check(engines.generate(prompts), model, AGREED[use_gpus])
@@ -114,6 +114,24 @@ def test_an_engine_over_two_ranks_is_refitted_also_after_one_rank_failed(
                 engines.generate(prompts)
             refit(engines, sender, version + 2)
             check(engines.generate(prompts), model, AGREED[use_gpus])
+    lose_a_rank(engines, source, prompts, wait_until_gone)
+
+
+def lose_a_rank(engines, source, prompts, wait_until_gone):
+    """Kill a rank in the middle of a refit: the engine samples no more, and ends whole."""
+    processes = {engines.facts[0].process_id, *descendants(engines.facts[0].process_id)}
+    (second,) = [pid for pid in processes if "Worker_TP1" in title_of(pid)]
+    with make_sender(engines, Deadly(source, second)) as sender:
+        engines.begin_update(6)
+        call = engines.update(6)
+        with pytest.raises(rl_refit.RefitError, match=r"receiver 1.*the receiver is gone"):
+            sender.send(6)
+        with pytest.raises(RuntimeError, match="not all of vLLM's workers are alive"):
+            engines.wait_for_update(call)
+        with pytest.raises(EngineStateError, match="the refit to version 6 failed"):
+            engines.generate(prompts)
+    engines.shutdown()
+    wait_until_gone(processes)
 
 
 def send_rank_1_a_wrong_digest(self, message):
@@ -139,25 +157,6 @@ class Deadly:
             if count == len(self.metadata()) // 2:
                 os.kill(self._pid, signal.SIGKILL)
             yield pair
-
-
-def test_an_engine_that_loses_a_rank_in_a_refit_samples_no_more_and_ends_whole(
-    engines, model, prompts, wait_until_gone
-):
-    processes = {engines.facts[0].process_id, *descendants(engines.facts[0].process_id)}
-    (second,) = [pid for pid in processes if "Worker_TP1" in title_of(pid)]
-    source = Deadly(rl_refit.TensorSource(model.state_dict()), second)
-    with make_sender(engines, source) as sender:
-        engines.begin_update(0)
-        call = engines.update(0)
-        with pytest.raises(rl_refit.RefitError, match=r"receiver 1.*the receiver is gone"):
-            sender.send(0)
-        with pytest.raises(RuntimeError, match="not all of vLLM's workers are alive"):
-            engines.wait_for_update(call)
-        with pytest.raises(EngineStateError, match="the refit to version 0 failed"):
-            engines.generate(prompts)
-    engines.shutdown()
-    wait_until_gone(processes)
 
 
 def test_an_engine_that_dies_takes_its_processes_along(engines, prompts, wait_until_gone):

@@ -9,17 +9,12 @@ import pytest
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.needs("rl-refit[vllm]")]
 
-CASES = [
-    ("shm", "tied", 1),
-    ("golden", "tied", 1),
-    ("collective", "untied", 1),
-    ("shm", "untied", 2),
-]
 
-
-@pytest.mark.parametrize(("transport", "ties", "ranks"), CASES)
-def test_a_real_engine_follows_the_trainer(transport, ties, ranks, tmp_path):
-    run_script("vllm_refits.py", transport, ties, str(ranks), str(tmp_path / "model"))
+@pytest.mark.parametrize(
+    ("transports", "ties", "ranks"), [("shm,golden", "tied", 1), ("collective", "untied", 2)]
+)
+def test_a_real_engine_follows_the_trainer(transports, ties, ranks, tmp_path):
+    run_script("vllm_refits.py", transports, ties, str(ranks), str(tmp_path / "model"))
 
 
 @pytest.mark.parametrize(
@@ -34,9 +29,9 @@ def test_a_real_engine_follows_trainers_that_send_slices(kind, ranks, tmp_path):
     run_script("vllm_slices.py", kind, str(ranks), str(tmp_path / "model"))
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_slices_fill_what_the_loader_fills(kind):
-    run_script("vllm_consumers.py", kind)
+def test_slices_fill_what_the_loader_fills():
+    # vLLM makes its group of experts for a model that has some.
+    run_script("vllm_consumers.py", "experts", "dense")
 
 
 def run_script(name, *arguments):

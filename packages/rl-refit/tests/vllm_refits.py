@@ -1,6 +1,6 @@
 """Refit a real vLLM engine and compare it with transformers; run by `test_vllm.py`.
 
-Usage: python vllm_refits.py TRANSPORT tied|untied TENSOR_PARALLEL_SIZE DIRECTORY
+Usage: python vllm_refits.py TRANSPORT[,TRANSPORT] tied|untied TENSOR_PARALLEL_SIZE DIRECTORY
 """
 
 # ruff: noqa: T201
@@ -93,7 +93,9 @@ def refit(llm, sender, version):
 
 def stage_while_sampling(llm, sender, version, **options):
     """Receive a version while requests run, and flip to it; return the outputs by request."""
-    params = vllm.SamplingParams(temperature=1.0, max_tokens=50, logprobs=0, seed=1)
+    params = vllm.SamplingParams(
+        temperature=1.0, max_tokens=50, ignore_eos=True, logprobs=0, seed=1
+    )
     llm.enqueue([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
     finished = []
 
@@ -322,11 +324,8 @@ def start_engine(directory, ranks, **options):
     )
 
 
-def main():
-    transport, ties, tensor_parallel_size, directory = sys.argv[1:]
-    ranks = int(tensor_parallel_size)
-    model = build_model(directory, tied=ties == "tied")
-    llm = start_engine(directory, ranks)
+def check_transport(llm, model, transport, *, ranks):
+    """Hold every way of a refit, and of its failure, over a transport."""
     assert worst_difference(llm, model) < SAME
     source = TensorSource(model.named_parameters())
     # A bucket holds one layer and not two, so that the buffers are filled again and again.
@@ -375,6 +374,15 @@ def main():
         check_abandoned_staging(llm, sender, model, version=8)
         on_workers(llm, release_staging)
         check_staging(llm, sender, model, version=9)
+
+
+def main():
+    transports, ties, tensor_parallel_size, directory = sys.argv[1:]
+    ranks = int(tensor_parallel_size)
+    model = build_model(directory, tied=ties == "tied")
+    llm = start_engine(directory, ranks)
+    for transport in transports.split(","):
+        check_transport(llm, model, transport, ranks=ranks)
     print("all refits are as they should be")
 
 
