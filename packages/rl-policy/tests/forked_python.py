@@ -35,6 +35,9 @@ RANK_MODULES = [
     "transformers.models.qwen2.modeling_qwen2",
     "rl_dtensor_worker.engine",
 ]
+# And every engine, where it is installed. By vLLM's kernels, which these do not load, tests tell an
+# engine's process from others.
+ENGINE_MODULES = ["vllm.entrypoints.llm"]
 _CLIENT = '''#!{python} -IS
 import array, os, signal, socket, sys
 
@@ -123,9 +126,10 @@ def rank_python():
     """Return the Python that ranks are started with: without a GPU, one that forks them."""
     import torch
 
-    if torch.cuda.device_count() or find_spec("vllm"):
+    if torch.cuda.device_count():
         return sys.executable
-    installed = [name for name in RANK_MODULES if find_spec(name.partition(".")[0])]
+    wanted = [*RANK_MODULES, *ENGINE_MODULES] if find_spec("vllm") else RANK_MODULES
+    installed = [name for name in wanted if find_spec(name.partition(".")[0])]
     forking = contextlib.ExitStack()
     atexit.register(forking.close)
     return forking.enter_context(forking_python(installed))
@@ -255,8 +259,11 @@ def _main():
     address, client, *modules = sys.argv[1:]
     # What is imported is no garbage: a fork that looked for some would copy each page of it.
     gc.disable()
+    # vLLM would import Ray, see `forking_python`; no executor of its own over Ray is tested.
+    sys.modules["ray"] = None
     for name in modules:
         import_module(name)
+    del sys.modules["ray"]
     gc.freeze()
     gc.enable()
     server = _Server(address, client)
