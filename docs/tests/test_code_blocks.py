@@ -84,13 +84,9 @@ SLOW_PAGES = {
     "packages/rl-megatron-worker/README.md",
     "packages/rl-policy/README.md",
 }
-# Slow ones whose programs are started as their reader does, each with imports of its own: what is
-# imported must not be there before. test_recipes.py does so with commands.
-STARTED_PLAINLY = {
-    "docs/pages/install.md",
-    "docs/pages/troubleshooting.md",
-    "packages/rl-policy/README.md",
-}
+# Slow ones that tell what is installed. The programs with vLLM too are started as their readers do,
+# each with imports of its own.
+STARTED_PLAINLY = {"docs/pages/install.md", "docs/pages/troubleshooting.md"}
 # What the programs of the others import, and the ranks that they start.
 PAGE_MODULES = [
     "torch.distributed.run",
