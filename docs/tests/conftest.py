@@ -3,8 +3,9 @@ from pathlib import Path
 
 import pytest
 
-# Tests import the modules beside them.
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+ROOT = Path(__file__).parents[2]
+# Tests import the modules beside them, and what the tests of rl-policy start processes with.
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT), str(ROOT / "packages/rl-policy/tests")]
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from code_blocks import PAGES, ROOT, blocks_of, commands_of
 from command_rules import rule_for
+from forked_python import forking_python
 from rl_interfaces import PolicyConfig, resolve_policy_config
 from rl_policy.config import load_run_config
 
@@ -83,10 +84,30 @@ SLOW_PAGES = {
     "packages/rl-megatron-worker/README.md",
     "packages/rl-policy/README.md",
 }
+# Slow ones that tell what is installed. The programs with vLLM too are started as their readers do,
+# each with imports of its own.
+STARTED_PLAINLY = {"docs/pages/install.md", "docs/pages/troubleshooting.md"}
+# What the programs of the others import, and the ranks that they start.
+PAGE_MODULES = [
+    "torch.distributed.run",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.trainer",
+    "rl_dtensor_worker.engine",
+    "rl_refit",
+]
 # Installs an example, or a project whose files stand on the page: its entry points are registered
 # for this page alone.
 WRITTEN_PROJECT = re.compile(r"uv pip install (\./(?!packages/)[\w/-]+)")
 pytestmark = pytest.mark.timeout(PAGE_LIMIT_S + 20)
+
+
+@pytest.fixture(scope="session")
+def forked_python():
+    """Return a Python, with commands beside it, whose programs start with their imports."""
+    commands = ("torchrun", "rl-policy")
+    environment = os.environ | ENVIRONMENT
+    with forking_python(PAGE_MODULES, commands=commands, environment=environment) as python:
+        yield python
 
 
 def steps_of(block):
@@ -176,13 +197,17 @@ def test_our_packages_are_installed_from_a_folder(page):
 
 
 @pytest.mark.parametrize("page", [as_parameter(page) for page in PAGES])
-def test_the_blocks_of_a_page_do_what_they_say(page, workspace):
+def test_the_blocks_of_a_page_do_what_they_say(page, workspace, request):
+    name = str(page.relative_to(ROOT))
+    python = sys.executable
+    if name in SLOW_PAGES - STARTED_PLAINLY:
+        python = request.getfixturevalue("forked_python")
     blocks = [block for block in blocks_of(page) if not needs_vllm(block)]
     plans = [steps_of(block) for block in blocks]
     steps = [step for run, _ in plans for step in run]
     check_files_are_read(blocks, steps)
     if steps:
-        run_page(steps, os.environ | ENVIRONMENT)
+        run_page(steps, os.environ | ENVIRONMENT, python=python)
     for where, command, rule in [entry for _, checked in plans for entry in checked]:
         try:
             rule.check(command)
@@ -226,9 +251,10 @@ def check_files_are_read(blocks, steps):
             assert any(name in text for name in names), f"{block.where}: no command reads it"
 
 
-def run_page(steps, environment):
+def run_page(steps, environment, *, python=sys.executable):
     """Run the steps of a page in a process of its own, in the working directory."""
-    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
+    folders = dict.fromkeys(str(Path(each).parent) for each in (python, sys.executable))
+    environment["PATH"] = os.pathsep.join([*folders, environment["PATH"]])
     # What a page's commands leave there, as torchrun does, goes with the page.
     temporary = Path("temporary").resolve()
     temporary.mkdir()
@@ -237,7 +263,7 @@ def run_page(steps, environment):
     plan.write_text(json.dumps(steps))
     runner = Path(__file__).with_name("page_runner.py")
     done = subprocess.run(
-        [sys.executable, str(runner), str(plan)],
+        [python, str(runner), str(plan)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import backend_runs
 import pytest
 import ray
+from forked_python import rank_python
 from hypothesis import settings
 from kept_clusters import end_kept_clusters, kept_cluster
 from recipe_runs import MODULE
@@ -68,7 +69,8 @@ def stranger_path(stranger_site):
 def start_shared_ray(stranger_site):
     """Start the one local Ray of all tests, unless it runs; its workers find the stranger."""
     if not ray.is_initialized():
-        with python_path(stranger_site):
+        with python_path(stranger_site) as patch:
+            patch.setattr(sys, "executable", rank_python())
             # Logical ones, of which clusters that are kept hold some.
             ray.init("local", num_cpus=32, include_dashboard=False, logging_level="ERROR")
     return ray.get_runtime_context().gcs_address
@@ -94,7 +96,7 @@ def begin(workplace):
 
     def begin(*arguments):
         process = subprocess.Popen(
-            [*MODULE, *arguments],
+            [rank_python(), *MODULE[1:], *arguments],
             cwd=workplace,
             env={**os.environ, "RAY_ADDRESS": "local"},
             stdout=subprocess.PIPE,

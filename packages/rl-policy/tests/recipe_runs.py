@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import yaml
+from forked_python import fork_of
 from rl_policy.run.metrics import read_metrics
 
 MODULE = [sys.executable, "-c", "from rl_policy.cli import main; main()"]
@@ -59,12 +60,14 @@ def measured(directory):
 
 
 def descendants(pid):
-    """Return the processes that a process has started, and those that they have."""
+    """Return the processes that a process has started or had forked, and those that they have."""
     try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        children = [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
     except FileNotFoundError:
         return []
-    return [each for child in map(int, children) for each in (child, *descendants(child))]
+    forked = fork_of(pid)
+    children += [] if forked is None else [forked]
+    return [each for child in children for each in (child, *descendants(child))]
 
 
 def wait_until(condition, *, limit_s):

@@ -2,16 +2,17 @@
 
 import os
 import subprocess
-import sys
 import time
 
 import psutil
 import pytest
+from forked_python import rank_python
+from recipe_runs import MODULE, descendants
 
 pytestmark = [pytest.mark.usefixtures("ray_apart"), pytest.mark.needs("rl-policy[dtensor]")]
 
 RUN = [
-    *(sys.executable, "-c", "from rl_policy.cli import main; main()", "grpo", "--out", "run"),
+    *(*MODULE[1:], "grpo", "--out", "run"),
     "cluster.bundle_ct_per_node_list=[2]",
     "grpo.warm_up=false",
     "grpo.steps=1000",
@@ -24,8 +25,9 @@ LIMIT_S = 120.0
 def listening(process):
     """Return the sockets on which a process and those below it listen, TCP and UDP."""
     found = set()
-    for each in (process, *process.children(recursive=True)):
+    for pid in (process.pid, *descendants(process.pid)):
         try:
+            each = psutil.Process(pid)
             command, sockets = " ".join(each.cmdline()), each.net_connections("inet")
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
@@ -38,14 +40,17 @@ def listening(process):
 def sockets_of_a_run(directory):
     """Run until some steps have been taken; return all sockets that were seen."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    run = subprocess.Popen(RUN, cwd=directory, env=environment, stderr=subprocess.PIPE, text=True)
-    process, seen = psutil.Process(run.pid), set()
+    command = [rank_python(), *RUN]
+    run = subprocess.Popen(
+        command, cwd=directory, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    seen = set()
     metrics, deadline = directory / "run" / "metrics.jsonl", time.monotonic() + LIMIT_S
     try:
         while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
             assert run.poll() is None, run.stderr.read()
             assert time.monotonic() < deadline, "the run takes no steps"
-            seen |= listening(process)
+            seen |= listening(run)
             time.sleep(0.2)
     finally:
         run.terminate()

@@ -1,8 +1,10 @@
 """`rl-policy plan`: sizes, phases, advice, and plans of real workers."""
 
 import json
+import sys
 
 import pytest
+from forked_python import rank_python
 from rl_interfaces import ParallelLayout, resolve_policy_config
 from rl_interfaces.backend.memory import Depths, PhaseTrace, WorkerTrace
 from rl_policy.cli import build_app
@@ -28,6 +30,12 @@ LLAMA_70B = LlamaConfig(
 )
 
 pytestmark = pytest.mark.needs("rl-policy[dtensor]")
+
+
+@pytest.fixture(autouse=True)
+def forked_plans(monkeypatch):
+    """Start the process of a plan with what it imports."""
+    monkeypatch.setattr(sys, "executable", rank_python())
 
 
 def run(*arguments):

@@ -10,11 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
-from recipe_runs import MODULE, measured, write_workplace
+from recipe_runs import measured, write_workplace
+from rl_policy.cli import build_app
 from rl_policy.config import RewardSection
 from rl_policy.data.datasets import Problem, read_problems
 from rl_policy.data.rewards import GivenReward, RewardError, RewardFunction, WeightedRewards
 from rl_policy.run.inputs import build_reward
+from typer.testing import CliRunner
 
 pytestmark = pytest.mark.needs("rl-policy[dtensor]")
 
@@ -305,26 +307,19 @@ def breaks(completions, problems):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_run_is_saved_before_it_ends_and_goes_on(tmp_path):
+def test_a_run_is_saved_before_it_ends_and_goes_on(shared_ray, tmp_path, monkeypatch):
     workplace = write_workplace(tmp_path)
+    monkeypatch.chdir(workplace)
     (workplace / "my_rewards.py").write_text(BREAKS)
     settings = ["reward.function=[my_rewards.py:breaks,exact_match]", "grpo.warm_up=false"]
-    run = [*MODULE, "grpo", "--config", "run.yaml", "data.path=problems.jsonl", "--out", "out"]
+    run = ["grpo", "--config", "run.yaml", "data.path=problems.jsonl", "--out", "out"]
     every = ["grpo.steps=6", "grpo.eval_every=6", "checkpoint.every=6"]
 
     def execute(*command):
-        return subprocess.run(
-            command,
-            cwd=workplace,
-            env={**os.environ, "RAY_ADDRESS": "local"},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=180,
-        )
+        return CliRunner().invoke(build_app(), command, catch_exceptions=False)
 
     broken = execute(*run, *settings, *every)
-    assert broken.returncode == 1, broken.stderr[-3000:]
+    assert broken.exit_code == 1, broken.stderr[-3000:]
     assert "raised RuntimeError: on purpose" in broken.stderr
     assert "Traceback" not in broken.stderr
     rows = measured(workplace / "out")
@@ -334,10 +329,10 @@ def test_a_run_is_saved_before_it_ends_and_goes_on(tmp_path):
     assert all({"reward/breaks", "reward/exact_match"} <= row.keys() for row in rows)
     assert (workplace / "out" / "checkpoints" / f"step_{last}").is_dir()
     # Not mended: the same end, and the checkpoint as it is.
-    again = execute(*MODULE, "grpo", "--resume", "out")
-    assert again.returncode == 1, again.stderr[-3000:]
+    again = execute("grpo", "--resume", "out")
+    assert again.exit_code == 1, again.stderr[-3000:]
     assert "raised RuntimeError: on purpose" in again.stderr
     (workplace / "mended").touch()
-    mended = execute(*MODULE, "grpo", "--resume", "out")
-    assert mended.returncode == 0, mended.stderr[-3000:]
+    mended = execute("grpo", "--resume", "out")
+    assert mended.exit_code == 0, mended.stderr[-3000:]
     assert [int(row["step"]) for row in measured(workplace / "out")] == list(range(7))
