@@ -93,6 +93,7 @@ def refit(llm, sender, version):
 
 def stage_while_sampling(llm, sender, version, **options):
     """Receive a version while requests run, and flip to it; return the outputs by request."""
+    # None ends before the version has arrived, by a token that the changed weights make likely.
     params = vllm.SamplingParams(
         temperature=1.0, max_tokens=50, ignore_eos=True, logprobs=0, seed=1
     )

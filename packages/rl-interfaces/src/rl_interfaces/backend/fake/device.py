@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from rl_interfaces.backend.fake.shapes import infer
+from rl_interfaces.backend.fake.shapes import infer, names_of
 
 _aten = torch.ops.aten
 _CPU = torch.device("cpu")
@@ -315,7 +315,7 @@ class FakeDevice(TorchDispatchMode):
             return self._counted(func(*args, **kwargs))
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
-        namespace, name = _names_of(func)
+        namespace, name = names_of(func)
         if namespace == "c10d":
             return self._communicate(func, args, kwargs)
         on_device = self.device_type != "cpu" and any(self.owns(each.device) for each in fakes)
@@ -558,13 +558,6 @@ def _table_of_all(values: torch.Tensor) -> torch.Tensor:
     return own.expand_as(values).clone() if values.ndim > 1 and len(own) == 1 else values
 
 
-@cache
-def _names_of(func: Any) -> tuple[str, str]:
-    """Return an operator's namespace and name, which C++ would make anew each time."""
-    namespace, _, name = func._schema.name.partition("::")
-    return namespace, name
-
-
 def _short(frame: Any) -> str:
     """Return the file of a frame from the folder of its outermost package on."""
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
@@ -706,7 +699,7 @@ def _values(
     for each in inputs:
         if isinstance(each, FakeTensor) and _known(each) is None:
             return None
-    if _names_of(func)[0] != "aten":
+    if names_of(func)[0] != "aten":
         return None
     # A real argument that is written to would be written to twice.
     if not all(isinstance(each, FakeTensor) or _is_kept(each) for each in inputs):

@@ -7,6 +7,7 @@ it remembers neither lists nor what `_unsafe_view` returns, of which every linea
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,8 +25,15 @@ _PLAIN = frozenset(
 
 # From the inputs and the mode to an output.
 _Recipe = Callable[[list[FakeTensor], FakeTensorMode], Any]
+# None: that of these inputs cannot be said.
 _recipes: dict[Any, _Recipe | None] = {}
-_is_inferred: dict[Any, bool] = {}
+
+
+@cache
+def names_of(func: Any) -> tuple[str, str]:
+    """Return an operator's namespace and name, which C++ would make anew each time."""
+    namespace, _, name = func._schema.name.partition("::")
+    return namespace, name
 
 
 def infer(mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -46,13 +54,7 @@ def _key_of(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[FakeTensor]
 ) -> Any:
     """Return all that the shapes depend on, and fill `inputs`; None if there is more to it."""
-    allowed = _is_inferred.get(func)
-    if allowed is None:
-        name = func._schema.name.partition("::")[2]
-        allowed = func.namespace == "aten" and name not in _NEVER
-        allowed = allowed and torch.Tag.inplace_view not in func.tags
-        _is_inferred[func] = allowed
-    if not allowed or torch.is_inference_mode_enabled():
+    if not _is_remembered(func) or torch.is_inference_mode_enabled():
         return None
     key: list[Any] = [func, torch.get_default_dtype()]
     if not _describe(args, key, inputs):
@@ -62,6 +64,12 @@ def _key_of(
         if not _describe((value,), key, inputs):
             return None
     return tuple(key)
+
+
+@cache
+def _is_remembered(func: Any) -> bool:
+    namespace, name = names_of(func)
+    return namespace == "aten" and name not in _NEVER and torch.Tag.inplace_view not in func.tags
 
 
 def _describe(values: Any, key: list[Any], inputs: list[FakeTensor]) -> bool:
