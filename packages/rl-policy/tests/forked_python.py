@@ -264,6 +264,9 @@ def _main():
     for name in modules:
         import_module(name)
     del sys.modules["ray"]
+    # It finds the place of the title by the environment that a process began with; forks have another.
+    if find_spec("setproctitle"):
+        import_module("setproctitle").getproctitle()
     gc.freeze()
     gc.enable()
     server = _Server(address, client)

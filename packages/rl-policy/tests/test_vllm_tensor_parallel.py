@@ -28,7 +28,13 @@ from vllm_oracles import (
     save_llama,
 )
 
-pytestmark = [pytest.mark.vllm, pytest.mark.needs("rl-policy[vllm]")]
+# An engine's processes are told apart and killed, so that they start as a user's do: on a Ray of
+# their own, which forks none.
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.needs("rl-policy[vllm]"),
+    pytest.mark.usefixtures("ray_apart"),
+]
 
 # Kernels of a GPU differ by more.
 AGREED = {False: TOLERANCE, True: 1e-3}
@@ -120,8 +126,10 @@ def test_an_engine_is_refitted_also_after_a_rank_failed_and_ends_whole_after_one
 def lose_a_rank(engines, source, prompts, wait_until_gone):
     """Kill a rank in the middle of a refit: the engine samples no more, and ends whole."""
     processes = {engines.facts[0].process_id, *descendants(engines.facts[0].process_id)}
-    (second,) = [pid for pid in processes if "Worker_TP1" in title_of(pid)]
-    with make_sender(engines, Deadly(source, second)) as sender:
+    titles = {pid: title_of(pid) for pid in processes}
+    seconds = [pid for pid in processes if "Worker_TP1" in titles[pid]]
+    assert len(seconds) == 1, titles
+    with make_sender(engines, Deadly(source, *seconds)) as sender:
         engines.begin_update(6)
         call = engines.update(6)
         with pytest.raises(rl_refit.RefitError, match=r"receiver 1.*the receiver is gone"):
