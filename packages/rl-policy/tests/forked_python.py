@@ -264,7 +264,7 @@ def _main():
     for name in modules:
         import_module(name)
     del sys.modules["ray"]
-    # It finds the place of the title by the environment that a process began with; forks have another.
+    # It finds where a title goes by the environment that the process began with: forks get another.
     if find_spec("setproctitle"):
         import_module("setproctitle").getproctitle()
     gc.freeze()
