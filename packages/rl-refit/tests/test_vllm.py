@@ -7,6 +7,11 @@ from pathlib import Path
 
 import pytest
 
+# What the tests of rl-policy start processes with.
+sys.path.append(str(Path(__file__).parents[2] / "rl-policy" / "tests"))
+
+from forked_python import rank_python
+
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.needs("rl-refit[vllm]")]
 
 
@@ -44,7 +49,7 @@ def run_script(name, *arguments):
         "HF_HUB_OFFLINE": "1",
     }
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name(name)), *arguments],
+        [rank_python(), str(Path(__file__).with_name(name)), *arguments],
         env=environment,
         capture_output=True,
         text=True,
