@@ -47,6 +47,8 @@ def run_script(name, *arguments):
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "HF_HUB_OFFLINE": "1",
+        # Or helpers of vLLM would be compiled although the engines are eager.
+        "TORCHDYNAMO_DISABLE": "1",
     }
     done = subprocess.run(
         [rank_python(), str(Path(__file__).with_name(name)), *arguments],
