@@ -236,6 +236,9 @@ class _Server:
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(directory)
+        compiler = sys.modules.get("torch._dynamo.config")
+        if compiler is not None:  # which has read the variable of the server
+            compiler.disable = environment.get("TORCHDYNAMO_DISABLE") == "1"
         added = environment.get("PYTHONPATH", "").split(os.pathsep)
         own = [entry for entry in sys.path[1:] if entry not in self.path]
         # The interpreter's own first entry is the script's directory.
@@ -283,9 +286,6 @@ def _main():
     for name in modules:
         import_module(name)
     del sys.modules["ray"]
-    # It finds where a title goes by the environment that the process began with: forks get another.
-    if find_spec("setproctitle"):
-        import_module("setproctitle").getproctitle()
     gc.freeze()
     gc.enable()
     server = _Server(address, client)
