@@ -16,7 +16,7 @@ import torch
 from forked_python import rank_python
 from hypothesis import settings
 from kept_clusters import end_kept_clusters, kept_cluster
-from recipe_runs import MODULE
+from recipe_runs import forked_command
 from rl_policy import backends
 from rl_policy.run import samplers, session
 
@@ -101,7 +101,7 @@ def begin(workplace):
 
     def begin(*arguments):
         process = subprocess.Popen(
-            [rank_python(), *MODULE[1:], *arguments],
+            forked_command(*arguments),
             cwd=workplace,
             env={**os.environ, "RAY_ADDRESS": "local"},
             stdout=subprocess.PIPE,

@@ -38,6 +38,7 @@ _SPAWNED = "from multiprocessing.spawn import spawn_main; "
 RANK_MODULES = [
     "transformers.models.qwen2.modeling_qwen2",
     "rl_dtensor_worker.engine",
+    "rl_megatron_worker.engine",
 ]
 # And every engine, where it is installed. By vLLM's kernels, which these do not load, tests tell an
 # engine's process from others.

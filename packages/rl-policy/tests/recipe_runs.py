@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import yaml
-from forked_python import fork_of
+from forked_python import fork_of, rank_python
 from rl_policy.run.metrics import read_metrics
 
 MODULE = [sys.executable, "-c", "from rl_policy.cli import main; main()"]
@@ -41,6 +41,11 @@ CONFIG = {
 PHASES = ("move_s", "generate_s", "reward_s", "logprob_s", "train_s")
 SPEEDS = ("tokens_per_s", "tokens_per_s_per_device", "tflops_per_s_per_device", "mfu")
 TIMES = {*SPEEDS, "peak_memory_gib", "step_s", *PHASES}
+
+
+def forked_command(*arguments):
+    """Return the command line of an `rl-policy` that is forked from a process with its imports."""
+    return [rank_python(), *MODULE[1:], *arguments]
 
 
 def write_workplace(path):

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from forked_python import rank_python
-from recipe_runs import CONFIG, MODULE, descendants, wait_until, write_workplace
+from recipe_runs import CONFIG, descendants, forked_command, wait_until, write_workplace
 from rl_policy.run.metrics import read_metrics
 from rl_policy.run.samples import read_samples
 from rl_policy.run.timeline import read_timeline
@@ -160,7 +159,7 @@ class Runs:
         self.killed = ""
         with self.log.open("a") as log:
             self.current = subprocess.Popen(
-                [rank_python(), *MODULE[1:], *arguments],
+                forked_command(*arguments),
                 cwd=self.workplace,
                 env={**os.environ, "RAY_ADDRESS": "local"},
                 stdout=log,

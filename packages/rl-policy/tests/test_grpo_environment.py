@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from kept_clusters import kept_cluster
-from recipe_runs import CONFIG, MODULE, descendants, measured, wait_until
+from recipe_runs import CONFIG, descendants, forked_command, measured, wait_until
 from rl_interfaces import EnvironmentStep
 from rl_policy import DPOTrainer, GRPOTrainer, Policy
 from rl_policy.cli import build_app
@@ -173,7 +173,7 @@ def test_a_run_whose_environment_always_fails_ends_with_its_name(shared_ray, wor
 
 
 def start(*arguments):
-    command = [*MODULE, "grpo", *arguments]
+    command = forked_command("grpo", *arguments)
     environment = {**os.environ, "RAY_ADDRESS": "local"}
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -16,6 +16,7 @@ from recipe_runs import (
     PHASES,
     TWO_RANKS,
     descendants,
+    forked_command,
     measured,
     wait_until,
     write_workplace,
@@ -45,7 +46,7 @@ def run(workplace, environment):
     """Return the process of a whole run; its directory is `first`."""
     arguments = ["grpo", "--config", "run.yaml", "--out", "first", "data.path=problems.jsonl"]
     result = subprocess.run(
-        [*MODULE, *arguments],
+        forked_command(*arguments),
         cwd=workplace,
         env=environment,
         capture_output=True,
@@ -267,7 +268,7 @@ def test_an_interrupted_run_leaves_nothing_behind(workplace, environment, number
     cpus = ray.available_resources()["CPU"]
     arguments = ["grpo", "--config", "run.yaml", "--out", out, "data.path=problems.jsonl"]
     process = subprocess.Popen(
-        [*MODULE, *arguments, TWO_RANKS],
+        forked_command(*arguments, TWO_RANKS),
         cwd=workplace,
         env=environment,
         stderr=subprocess.PIPE,

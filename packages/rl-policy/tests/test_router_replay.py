@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from forked_python import rank_python
 from recipe_runs import TWO_RANKS, write_workplace
 from rl_policy import Policy
 from rl_policy.cli import main
@@ -59,6 +60,7 @@ def test_training_takes_the_routes_of_the_pass_before(workplace, monkeypatch):
     packing = [f"policy.sequence_packing.{key}={value}" for key, value in budgets.items()]
     monkeypatch.chdir(workplace)
     monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setattr(sys, "executable", rank_python())
     monkeypatch.setattr("rl_policy.run.session.Policy", Watched)
     monkeypatch.setattr(
         sys,

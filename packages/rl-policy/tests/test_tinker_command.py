@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from recipe_runs import MODULE, descendants, wait_until
+from recipe_runs import descendants, forked_command, wait_until
 from rl_policy.cli import build_app
 from rl_policy.tinker import command
 from rl_policy.tinker.store import CheckpointStore
@@ -40,7 +40,7 @@ def start(model, state, log):
     arguments = ["serve-tinker", model, "--name", "tiny", "--port", "0", "--state-dir", str(state)]
     with log.open("w") as file:
         process = subprocess.Popen(
-            [*MODULE, *arguments, *SETTINGS],
+            forked_command(*arguments, *SETTINGS),
             stderr=file,
             stdout=file,
             env={**os.environ, command.KEY_VARIABLE: KEY},
