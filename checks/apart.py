@@ -192,7 +192,7 @@ def probe_request(requirement: str) -> str:
         "extra_modules": [name for names in modules.values() for name in names],
         "wanted": [name for extra in wanted.extras for name in modules.get(extra, [])],
         "forbidden": FORBIDDEN[wanted.name],
-        "absent": alone,
+        "alone": alone,
         "brings": BRINGS.get(wanted.name) if alone else None,
         "works": WORKS.get(requirement),
         "refusals": REFUSALS.get(wanted.name, []) if alone else [],
@@ -204,12 +204,17 @@ def format_table(rows: dict[str, dict[str, Any]]) -> str:
     """Return what was measured, as a table.
 
     Args:
-        rows: By requirement, what `probe.py` printed.
+        rows: By requirement, what `probe.py` printed; None is what it did not measure.
     """
     lines = [f"{'installed':<30}{'distributions':>14}{'MB':>8}{'modules':>9}{'import s':>10}"]
     lines += [
-        f"{name:<30}{row['distributions']:>14}{row['bytes'] / 1e6:>8.1f}{row['modules']:>9}"
-        f"{row['seconds']:>10.2f}"
+        f"{name:<30}{row['distributions']:>14}{row['bytes'] / 1e6:>8.1f}"
+        f"{cell(row['modules'], 9)}{cell(row['seconds'], 10, '.2f')}"
         for name, row in rows.items()
     ]
     return "\n".join(lines)
+
+
+def cell(value: float | None, width: int, form: str = "") -> str:
+    """Return a number at the right of a column, or a dash for what was not measured."""
+    return f"{'-' if value is None else format(value, form):>{width}}"
