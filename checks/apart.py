@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,14 +155,17 @@ def device_tests() -> dict[str, list[str]]:
 def paths_to_test(requirement: str) -> tuple[list[str], str]:
     """Return what pytest is to run where `requirement` is installed: paths, and `-m`.
 
-    For an extra these are the tests that need it; the slow ones of the others are run where the
-    package is installed alone. All that are fast have been run from the sources by `nox -s tests`.
+    For extras these are the tests that need one of them; the slow ones of the others are run where
+    the package is installed alone. All that are fast have been run from the sources by
+    `nox -s tests`.
     """
     needed = needed_by_tests()
     wanted = Requirement(requirement)
     if wanted.extras:
         with_vllm = "vllm" in third_party(requirement)
-        return needed[requirement], "not (gpu or multi_gpu)" if with_vllm else NO_DEVICE
+        each = [needed[f"{wanted.name}[{extra}]"] for extra in sorted(wanted.extras)]
+        paths = list(itertools.chain.from_iterable(each))
+        return paths, "not (gpu or multi_gpu)" if with_vllm else NO_DEVICE
     of_extras = [
         path
         for other, paths in needed.items()
@@ -170,6 +175,16 @@ def paths_to_test(requirement: str) -> tuple[list[str], str]:
     elsewhere = {path.partition("::")[0] for path in of_extras}
     slow = files_with("pytest.mark.slow", wanted.name)
     return [path for path in slow if path not in elsewhere], f"slow and {NO_DEVICE}"
+
+
+def together(wanted: Sequence[str]) -> list[str]:
+    """Return one requirement for each package in `wanted`, with all the extras that are there."""
+    extras_of: dict[str, set[str]] = {}
+    for requirement in map(Requirement, wanted):
+        extras_of.setdefault(requirement.name, set()).update(requirement.extras)
+    return [
+        f"{name}[{','.join(sorted(found))}]" if found else name for name, found in extras_of.items()
+    ]
 
 
 def requirements() -> list[str]:
