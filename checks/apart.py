@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import json
 from collections.abc import Sequence
@@ -97,6 +98,7 @@ NO_DEVICE = "not (gpu or multi_gpu or vllm)"
 ON_DEVICE = "gpu or multi_gpu"
 
 
+@functools.cache
 def needed_by_tests() -> dict[str, list[str]]:
     """Return the tests that need an extra, by requirement, as paths or parts of files.
 
