@@ -12,7 +12,7 @@ import pytest
 import yaml
 from code_blocks import PAGES, ROOT, blocks_of, commands_of
 from command_rules import rule_for
-from forked_python import forking_python
+from forked_python import ENGINE_MODULES, forking_python
 from rl_interfaces import PolicyConfig, resolve_policy_config
 from rl_policy.config import load_run_config
 
@@ -84,10 +84,9 @@ SLOW_PAGES = {
     "packages/rl-megatron-worker/README.md",
     "packages/rl-policy/README.md",
 }
-# Slow ones that tell what is installed. The programs with vLLM too are started as their readers do,
-# each with imports of its own.
+# Slow ones that tell what is installed.
 STARTED_PLAINLY = {"docs/pages/install.md", "docs/pages/troubleshooting.md"}
-# What the programs of the others import, and the ranks that they start.
+# What the programs of the others import, and the ranks that they start; those with vLLM more.
 PAGE_MODULES = [
     "torch.distributed.run",
     "transformers.models.qwen2.modeling_qwen2",
@@ -107,6 +106,15 @@ def forked_python():
     commands = ("torchrun", "rl-policy")
     environment = os.environ | ENVIRONMENT
     with forking_python(PAGE_MODULES, commands=commands, environment=environment) as python:
+        yield python
+
+
+@pytest.fixture(scope="module")
+def forked_python_with_vllm():
+    """Return the same for the programs with vLLM."""
+    modules = [*PAGE_MODULES, *ENGINE_MODULES]
+    environment = os.environ | ENVIRONMENT | VLLM_ENVIRONMENT
+    with forking_python(modules, environment=environment) as python:
         yield python
 
 
@@ -219,10 +227,15 @@ def test_the_blocks_of_a_page_do_what_they_say(page, workspace, request):
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NEEDS_VLLM)
-def test_a_program_with_vllm_runs(name, workspace):
+def test_a_program_with_vllm_runs(name, workspace, request):
     pytest.importorskip("vllm")
+    python = request.getfixturevalue("forked_python_with_vllm")
     (block,) = [block for block in blocks_of(ROOT / name) if needs_vllm(block)]
-    run_page(steps_of(block)[0], os.environ | ENVIRONMENT | VLLM_ENVIRONMENT)
+    environment = os.environ | ENVIRONMENT | VLLM_ENVIRONMENT
+    if "enforce_eager" in block.text:
+        # Or helpers of vLLM would be compiled all the same.
+        environment["TORCHDYNAMO_DISABLE"] = "1"
+    run_page(steps_of(block)[0], environment, python=python)
 
 
 @pytest.mark.parametrize("name", NEEDS_VLLM)

@@ -3,6 +3,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 # Tests import the modules beside them.
@@ -11,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import backend_runs
 import pytest
 import ray
+import torch
 from forked_python import rank_python
 from hypothesis import settings
 from kept_clusters import end_kept_clusters, kept_cluster
@@ -23,6 +25,9 @@ from rl_policy.run import samplers, session
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
+if find_spec("vllm") and not torch.cuda.is_available():
+    # Engines of tests are eager: helpers that vLLM would compile all the same take seconds each.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 STRANGER = Path(__file__).parent / "stranger"
 

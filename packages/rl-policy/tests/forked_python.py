@@ -10,8 +10,10 @@ that has the imports, passes signals on, and ends with the status of the fork.
 import array
 import atexit
 import contextlib
+import fcntl
 import gc
 import json
+import multiprocessing
 import os
 import runpy
 import selectors
@@ -25,11 +27,13 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-_MAX_REQUEST = 2**20
+_MAX_REQUEST, _MAX_FILES = 2**20, 64
 # Ray's own services look at which process is their parent.
 _RAY_SCRIPTS = ("setup_worker.py", "default_worker.py")
 # Others may be given further files than the standard ones.
 _FORKED = [("-m", "rl_policy.planning"), ("-c", "from rl_policy.cli import main; main()")]
+# How `multiprocessing` starts a process, which keeps the files that it is given.
+_SPAWNED = "from multiprocessing.spawn import spawn_main; "
 # What every rank imports.
 RANK_MODULES = [
     "transformers.models.qwen2.modeling_qwen2",
@@ -47,21 +51,30 @@ def program(arguments):
     if arguments[:1] == ["-u"]:
         rest = arguments[1:]
         os.environ["PYTHONUNBUFFERED"] = "1"
-    if len(rest) > 1 and (rest[0], rest[1]) in {given!r}:
+    if len(rest) > 1 and ((rest[0], rest[1]) in {given!r} or rest[1].startswith({spawned!r})):
         return rest
     if not rest or rest[0].startswith("-") or not os.path.isfile(rest[0]):
         return None
     is_ray = "/ray/" in rest[0] and not rest[0].endswith({ray_scripts!r})
     return None if is_ray else rest
 
+def is_inherited(file):
+    try:
+        return os.get_inheritable(file)
+    except OSError:  # that of the list itself
+        return False
+
 rest = program(sys.argv[1:])
 if rest is None:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 import json
+files = array.array("i", [0, 1, 2])
+if rest[0] == "-c":
+    numbers = [int(name) for name in os.listdir("/proc/self/fd")]
+    files.extend(each for each in numbers if each > 2 and is_inherited(each))
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
-request = json.dumps([rest, dict(os.environ), os.getcwd()]).encode()
-files = array.array("i", [0, 1, 2])
+request = json.dumps([rest, dict(os.environ), os.getcwd(), files.tolist()]).encode()
 server.sendmsg([len(request).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
 server.sendall(request)
 forked = int.from_bytes(server.recv(4), "big")
@@ -103,6 +116,7 @@ def forking_python(modules, *, commands=(), environment=None):
                 address=address,
                 ray_scripts=_RAY_SCRIPTS,
                 given=_FORKED,
+                spawned=_SPAWNED,
             )
         )
         client.chmod(0o700)
@@ -183,7 +197,7 @@ class _Server:
 
     def fork(self):
         connection, _ = self.socket.accept()
-        space = socket.CMSG_LEN(3 * array.array("i").itemsize)
+        space = socket.CMSG_LEN(_MAX_FILES * array.array("i").itemsize)
         size, passed, _, _ = connection.recvmsg(4, space)
         files = array.array("i")
         files.frombytes(passed[0][2])
@@ -204,7 +218,7 @@ class _Server:
             return None
         return self.become(connection, files, *json.loads(request))
 
-    def become(self, connection, files, arguments, environment, directory):
+    def become(self, connection, files, arguments, environment, directory, numbers):
         """Be the process that was asked for, in all but the script."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -212,12 +226,19 @@ class _Server:
         for each in [connection, self.socket, self.woken, self.wakes, *self.connections.values()]:
             each.close()
         self.selector.close()
-        for number, file in enumerate(files):
+        # None has a number that another is to have.
+        moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1) for file in files]
+        for file in files:
+            os.close(file)
+        for number, file in zip(numbers, moved, strict=True):
             os.dup2(file, number)
             os.close(file)
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(directory)
+        compiler = sys.modules.get("torch._dynamo.config")
+        if compiler is not None:  # which has read the variable of the server
+            compiler.disable = environment.get("TORCHDYNAMO_DISABLE") == "1"
         added = environment.get("PYTHONPATH", "").split(os.pathsep)
         own = [entry for entry in sys.path[1:] if entry not in self.path]
         # The interpreter's own first entry is the script's directory.
@@ -225,6 +246,7 @@ class _Server:
         first = str(Path(arguments[0]).resolve().parent) if is_script else directory
         sys.path[:] = [first, *filter(None, added), *own]
         sys.executable = self.client
+        multiprocessing.set_executable(self.client)
         sys.argv = arguments if is_script else [arguments[0], *arguments[2:]]
         if environment.get("PYTHONUNBUFFERED"):
             sys.stdout.reconfigure(write_through=True)
@@ -264,9 +286,6 @@ def _main():
     for name in modules:
         import_module(name)
     del sys.modules["ray"]
-    # It finds where a title goes by the environment that the process began with: forks get another.
-    if find_spec("setproctitle"):
-        import_module("setproctitle").getproctitle()
     gc.freeze()
     gc.enable()
     server = _Server(address, client)

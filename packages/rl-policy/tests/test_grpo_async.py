@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from forked_python import rank_python
 from processes import descendants
 from recipe_runs import CONFIG, MODULE, wait_until, write_workplace
 from rl_policy.run.metrics import read_metrics
@@ -160,7 +161,7 @@ class Runs:
         self.killed = ""
         with self.log.open("a") as log:
             self.current = subprocess.Popen(
-                [*MODULE, *arguments],
+                [rank_python(), *MODULE[1:], *arguments],
                 cwd=self.workplace,
                 env={**os.environ, "RAY_ADDRESS": "local"},
                 stdout=log,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_python import rank_python
 from processes import descendants, is_gone
 from recipe_runs import MODULE, wait_until, write_workplace
 from rl_policy.generation.answers import read_answers
@@ -26,11 +27,15 @@ openai = pytest.importorskip("openai", reason="comes with vLLM")
 START_S, END_S = 300, 60
 
 
+def command():
+    return [rank_python(), *MODULE[1:]]
+
+
 def start(arguments, log):
     """Return a server's process and address, once it serves."""
     with log.open("w") as file:
         process = subprocess.Popen(
-            [*MODULE, "serve", *arguments],
+            [*command(), "serve", *arguments],
             stdout=file,
             stderr=file,
             cwd=log.parent,
@@ -59,7 +64,7 @@ def test_a_run_is_served_and_ends_with_a_signal(tmp_path):
     run = tmp_path / "run"
     settings = ["grpo.steps=2", "sft.steps=2", "data.path=problems.jsonl"]
     subprocess.run(
-        [*MODULE, "grpo", "--config", "run.yaml", "--out", str(run), *settings],
+        [*command(), "grpo", "--config", "run.yaml", "--out", str(run), *settings],
         cwd=tmp_path,
         check=True,
         timeout=600,
@@ -81,7 +86,7 @@ def test_a_run_is_served_and_ends_with_a_signal(tmp_path):
         # A second server does not get as far as to start.
         port = address.rpartition(":")[2].removesuffix("/v1")
         second = subprocess.run(
-            [*MODULE, "serve", str(run), *SMALL, "--port", port],
+            [*command(), "serve", str(run), *SMALL, "--port", port],
             cwd=tmp_path,
             capture_output=True,
             text=True,

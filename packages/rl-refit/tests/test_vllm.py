@@ -7,6 +7,11 @@ from pathlib import Path
 
 import pytest
 
+# What the tests of rl-policy start processes with.
+sys.path.append(str(Path(__file__).parents[2] / "rl-policy" / "tests"))
+
+from forked_python import rank_python
+
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.needs("rl-refit[vllm]")]
 
 
@@ -42,9 +47,11 @@ def run_script(name, *arguments):
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "HF_HUB_OFFLINE": "1",
+        # Or helpers of vLLM would be compiled although the engines are eager.
+        "TORCHDYNAMO_DISABLE": "1",
     }
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name(name)), *arguments],
+        [rank_python(), str(Path(__file__).with_name(name)), *arguments],
         env=environment,
         capture_output=True,
         text=True,
