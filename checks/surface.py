@@ -7,6 +7,7 @@ its `pyproject.toml` names. `packages/<name>/api.txt` keeps the list; `nox -s su
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -175,19 +176,22 @@ def used_from_outside(package: str) -> set[str]:
     for sources in [*workspace_sources(), *ROOT.glob("examples/*/src")]:
         for path in sorted(sources.rglob("*.py")):
             if own not in path.relative_to(sources).parts:
-                names |= set(_imported(ast.parse(path.read_text()), own))
+                names |= {name for name in _imported(path) if name.partition(".")[0] == own}
     for page in [*ROOT.glob("*.md"), *ROOT.glob("*/*/README.md"), *ROOT.glob("docs/**/*.md")]:
         names |= set(_imported_on(page.read_text(), own))
     return names
 
 
-def _imported(tree: ast.Module, package: str) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+@functools.cache
+def _imported(path: Path) -> list[str]:
+    """Return the modules and names in modules that a file imports, once for all packages."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
-            names = (alias.name for alias in node.names)
-            yield from (name for name in names if name.split(".")[0] == package and "." in name)
+            names += [alias.name for alias in node.names if "." in alias.name]
+    return names
 
 
 def _imported_on(page: str, package: str) -> Iterator[str]:

@@ -11,6 +11,7 @@ from checks.apart import (
     needed_by_tests,
     paths_to_test,
     requirements,
+    together,
 )
 from checks.workspace import ROOT, third_party
 
@@ -29,6 +30,18 @@ def test_every_extra_has_tests(requirement):
     listed, expression = paths_to_test(requirement)
     assert listed
     assert expression == NO_DEVICE or "vllm" in third_party(requirement)
+
+
+def test_the_tests_of_all_extras_are_run_together():
+    without_vllm = [line for line in requirements() if "vllm" not in third_party(line)]
+    for requirement in together(without_vllm):
+        package, _, names = requirement.rstrip("]").partition("[")
+        each = [f"{package}[{name}]" for name in names.split(",") if name]
+        assert set(each) == {line for line in without_vllm if line.startswith(f"{package}[")}
+        if each:
+            paths, expression = paths_to_test(requirement)
+            assert set(paths) == {path for line in each for path in paths_to_test(line)[0]}
+            assert expression == NO_DEVICE
 
 
 def test_a_package_alone_takes_the_slow_tests_that_need_no_extra():

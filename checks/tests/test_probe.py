@@ -15,7 +15,7 @@ REQUEST = {
     "extra_modules": ["mine.extra"],
     "wanted": [],
     "forbidden": ["wave"],
-    "absent": False,
+    "alone": False,
     "brings": ["mine"],
     "works": None,
     "refusals": [["import mine; mine.load()", 'pip install "mine[extra]"']],
@@ -52,12 +52,19 @@ def look(environment):
 
 
 def test_a_package_that_keeps_its_promises_is_measured(look):
-    result = look()
+    result = look(alone=True, forbidden=["not_there"])
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
     assert (report["modules"], report["distributions"]) == (2, 1)
     assert report["bytes"] > 0
     assert report["seconds"] >= 0
+
+
+def test_an_extra_that_brings_nothing_forbidden_is_not_imported_module_by_module(look):
+    result = look({"plain": "import not_there\n"}, forbidden=["not_there"])
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert (report["modules"], report["seconds"], report["distributions"]) == (None, None, 1)
 
 
 def test_an_extra_may_load_what_the_package_may_not(look):
@@ -82,7 +89,7 @@ def test_a_package_of_an_extra_is_not_entered_where_the_extra_is_not_wanted(look
     [
         ({"plain": "import wave\n"}, {}, "importing mine loads wave"),
         ({"plain": "import not_there\n"}, {}, "No module named 'not_there'"),
-        ({}, {"absent": True}, "mine alone brings wave"),
+        ({}, {"alone": True}, "mine alone brings wave"),
         ({}, {"brings": ["mine", "other"]}, "it brings ['mine'], not ['mine', 'other']"),
         ({}, {"wanted": ["mine.lost"]}, "the wheel lacks mine.lost"),
         ({}, {"works": "import mine.lost"}, "No module named 'mine.lost'"),
@@ -116,6 +123,8 @@ def test_the_tables_name_packages_extras_and_modules_that_are_there():
 
 def test_the_table_has_a_line_for_each_install():
     row = {"distributions": 2, "bytes": 1_500_000, "modules": 11, "seconds": 0.25}
-    head, line = apart.format_table({"mine[extra]": row}).splitlines()
+    other = row | {"modules": None, "seconds": None}
+    head, line, last = apart.format_table({"mine": row, "mine[extra]": other}).splitlines()
     assert head.split() == ["installed", "distributions", "MB", "modules", "import", "s"]
-    assert line.split() == ["mine[extra]", "2", "1.5", "11", "0.25"]
+    assert line.split() == ["mine", "2", "1.5", "11", "0.25"]
+    assert last.split() == ["mine[extra]", "2", "1.5", "-", "-"]

@@ -10,6 +10,7 @@ Two ways to measure, which hold each other:
 """
 
 import gc
+import os
 import time
 import weakref
 from contextlib import contextmanager
@@ -24,15 +25,16 @@ from torch.utils._pytree import tree_leaves
 
 
 class Storages(TorchDispatchMode):
-    """Adds up the bytes of storages that are alive."""
+    """Adds up the bytes of storages that are alive, on rank 0; elsewhere it counts none."""
 
     def __init__(self):
         super().__init__()
+        self._is_counting = os.environ["RANK"] == "0"
         self._alive = weakref.WeakSet()
         self.peak = 0
 
     def live(self):
-        return sum(storage.nbytes() for storage in self._alive)
+        return sum(map(torch.UntypedStorage.nbytes, self._alive))
 
     def settled(self, unchanged_s=0.25, timeout_s=10.0):
         """Return what is alive once gloo's threads have let go of the buffers of finished calls."""
@@ -58,6 +60,13 @@ class Storages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if not self._is_counting:
+            # DTensors come back as well: no collective has another order than on rank 0.
+            return (
+                NotImplemented
+                if any(issubclass(each, DTensor) for each in types)
+                else func(*args, **kwargs)
+            )
         leaves = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         if any(isinstance(each, DTensor) for each in leaves):
             return NotImplemented  # it comes back with its shards
@@ -104,7 +113,7 @@ def calls_of(worker, *, rows, scored, loss, gbs):
 
 
 def measure_storages(*, config, **arguments):
-    """Return the bytes at the peak and at the end of each call, by live storages."""
+    """Return the bytes at the peak and at the end of each call, by live storages of rank 0."""
     counter, found = Storages(), {}
     with counter, worker_for(config, init_reference_model=False, as_small=True) as worker:
         for name, call in calls_of(worker, **arguments).items():

@@ -48,6 +48,12 @@ def score(*, config, batch, micro_batch_size=None):
         return worker.get_logprobs(my_rows(batch), micro_batch_size)["logprobs"]
 
 
+def score_under_torchrun(config, batch):
+    """Return the scores as numbers: a tensor's memory would go with its process."""
+    torch.set_num_threads(1)
+    return score(config=config, batch=batch).tolist()
+
+
 def generate(*, config, batch, greedy=False, num_calls=1):
     """Generate `num_calls` times, then score the last completions."""
     with worker_for(config, init_optimizer=False, init_reference_model=False) as worker:

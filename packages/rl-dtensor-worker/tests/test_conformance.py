@@ -19,7 +19,7 @@ LAYOUTS = {"one": (1, {}), "dp2": (2, {}), "tp2": (2, {"tensor_parallel_size": 2
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A model whose every head two ranks can share."""
-    path = build_tiny_model(tmp_path_factory.mktemp("model"))
+    path = build_tiny_model(tmp_path_factory.mktemp("model"), num_layers=1)
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(path, num_key_value_heads=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(path)

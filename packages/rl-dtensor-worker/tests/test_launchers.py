@@ -1,42 +1,42 @@
 """The worker under torchrun; `pools` in every other test is torch.multiprocessing."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+import signal
 
 import pytest
+import scoring_ranks
 import torch
 from oracle import LOGPROB_TOLERANCE, load, plain_logprobs
+from rank_pool import rank_context
 from rl_interfaces.backend.runtime import RankEnvironment
-from tiny_model import make_batch
-
-_SCRIPT = """
-import os, sys, torch
-torch.set_num_threads(1)
-sys.path.insert(0, {tests!r})
-import scoring_ranks
 from tiny_model import make_batch, make_config
-scores = scoring_ranks.score(config=make_config({model!r}), batch=make_batch(5))
-torch.save(scores, f"{out}/scores_{{os.environ['RANK']}}.pt")
-"""
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+
+@pytest.fixture
+def kept_signal_handlers():
+    """Put back the handlers that torchrun's agent replaces in this process."""
+    known = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for each, handler in known.items():
+        signal.signal(each, handler)
 
 
 @pytest.mark.slow
-def test_under_torchrun(tiny_model, tmp_path):
-    script = tmp_path / "job.py"
-    tests = str(Path(__file__).parent)
-    script.write_text(_SCRIPT.format(tests=tests, model=tiny_model, out=tmp_path))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    # Without a place for its logs, torchrun leaves an empty directory in the temporary one.
-    command += ["--log-dir", str(tmp_path / "logs")]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", str(script)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=180, check=False, env=environment
+def test_under_torchrun(tiny_model, tmp_path, kept_signal_handlers):
+    job = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        logs_specs=DefaultLogsSpecs(log_dir=str(tmp_path)),
+        # torchrun starts interpreters, which would import everything anew.
+        start_method=rank_context().get_start_method(),
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    scores = torch.cat([torch.load(tmp_path / f"scores_{rank}.pt") for rank in (0, 1)])
+    run = elastic_launch(job, scoring_ranks.score_under_torchrun)
+    by_rank = run(make_config(tiny_model), make_batch(5))
+    scores = torch.tensor([*by_rank[0], *by_rank[1]])
     expected = plain_logprobs(load(tiny_model), make_batch(5))
     torch.testing.assert_close(scores, expected, atol=LOGPROB_TOLERANCE, rtol=0)
 

@@ -23,7 +23,13 @@ from rl_dtensor_worker import DTensorPolicyWorker
 from rl_dtensor_worker.config import AdapterConfig
 from rl_dtensor_worker.model.lora import inject_adapters
 from safetensors.torch import load_file
-from test_parity import BATCHINGS, RELATIVE_TOLERANCE, assert_equal_parameters, joined
+from test_parity import (
+    BATCHINGS,
+    NUM_CALLS,
+    RELATIVE_TOLERANCE,
+    assert_equal_parameters,
+    joined,
+)
 from test_parity import LAYOUTS as PARITY_LAYOUTS
 from tiny_model import make_batch, make_config
 from transformers import AutoModelForCausalLM
@@ -89,7 +95,7 @@ def plain(base, adapters):
         "reference": plain_logprobs(load(base), BATCH),
         "merged": merged(model),
     }
-    known["training"] = train_plainly(model, BATCH, global_batch_size=4, num_calls=3)
+    known["training"] = train_plainly(model, BATCH, global_batch_size=4, num_calls=NUM_CALLS)
     return known
 
 
@@ -117,7 +123,7 @@ def test_every_layout_equals_plain_peft(pools, base, adapters, plain, layout, ba
         config=config,
         batch=BATCH,
         section=BATCHINGS[batching],
-        num_calls=3,
+        num_calls=NUM_CALLS,
     )
     for key in ("logprobs", "reference"):
         torch.testing.assert_close(joined(results, key), plain[key], atol=LOGPROB_TOLERANCE, rtol=0)
@@ -467,7 +473,7 @@ def test_ranks_that_share_layers_do_what_one_rank_does(pools, biased, dtensor):
             config=config_of(biased, lora=lora, dtensor=sizes),
             batch=batch,
             section=None,
-            num_calls=3,
+            num_calls=NUM_CALLS,
         )[0]
         for num_ranks, sizes in ((1, {}), (2, {"tensor_parallel_size": 2, **dtensor}))
     )

@@ -13,7 +13,13 @@ from losses_for_tests import make_loss
 from rl_batched_data import BatchedDataDict
 from rl_dtensor_worker import DTensorPolicyWorker
 from rl_interfaces import resolve_policy_config
-from rl_interfaces.backend.memory import TokenIds, TraceRequest, extrapolate, trace_worker
+from rl_interfaces.backend.memory import (
+    TokenIds,
+    TraceRequest,
+    extrapolate,
+    trace_worker,
+    write_stand_in,
+)
 from tiny_model import build_tokenizer
 from transformers import (
     AutoModelForCausalLM,
@@ -73,6 +79,8 @@ CASES = {
     ),
 }
 FAST = "llama_dp2"
+# The least number of layers of which two depths are traced.
+DEEP = 12
 
 
 def full_rows(num_rows, width=WIDTH):
@@ -160,20 +168,21 @@ def test_storages_are_what_the_allocator_counts(tmp_path, pools):
 def test_two_depths_give_the_peaks_of_a_deeper_model(tmp_path):
     section = {"tensor_parallel_size": 2, "activation_checkpointing": True}
     traces = {}
-    for depth in (4, 6, 14):
+    for depth in (4, 6, DEEP):
         model = copy.deepcopy(MODELS["llama"])
         # Large enough to be sharded layer by layer at every depth.
         model.num_hidden_layers, model.vocab_size = depth, 65_536
-        config = config_of(
-            write_model(tmp_path / str(depth), model), 4, {"precision": "bfloat16"}, section
-        )
+        path = tmp_path / str(depth)
+        path.mkdir()
+        write_stand_in(model, path)
+        config = config_of(str(path), 4, {"precision": "bfloat16"}, section)
         traces[depth] = trace(config, 4, has_cuda_kernels=True)
-    deep = traces.pop(14)
+    deep = traces.pop(DEEP)
     for name in ("score", "train", "gather"):
         peaks = {depth: each.phases[name].peaks for depth, each in traces.items()}
         places = set.intersection(*map(set, peaks.values()))
         found = max(
-            extrapolate({depth: each[place] for depth, each in peaks.items()}, 14)
+            extrapolate({depth: each[place] for depth, each in peaks.items()}, DEEP)
             for place in places
         )
         assert found == pytest.approx(deep.phases[name].peak, rel=0.01), name

@@ -57,6 +57,8 @@ def _rank_context(num_gpus=None):
     with pytest.MonkeyPatch.context() as patch:
         # The server ignores `sys.path`, and skips a module that it does not find without a word.
         patch.setenv("PYTHONPATH", str(_TESTS))
+        # Megatron-core has a router's count of tokens compiled, anew in each process.
+        patch.setenv("TORCH_COMPILE_DISABLE", "1")
         forkserver.ensure_running()
     return multiprocessing.get_context("forkserver")
 

@@ -8,11 +8,6 @@ from tiny_models import build_tiny
 LAYOUTS = {"one": (1, {}), "dp2": (2, {}), "pp2": (2, {"pipeline_model_parallel_size": 2})}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return build_tiny(tmp_path_factory.mktemp("qwen3"), "qwen3", num_hidden_layers=2)
-
-
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("dp2", "pp2")]
 
 
@@ -22,7 +17,11 @@ def layout(request):
 
 
 @pytest.fixture(scope="module")
-def worker_case(layout, model):
+def worker_case(layout, tmp_path_factory):
+    """A model with a layer for each pipeline stage."""
+    num_layers = layout[1].get("pipeline_model_parallel_size", 1)
+    path = tmp_path_factory.mktemp("qwen3")
+    model = build_tiny(path, "qwen3", num_hidden_layers=num_layers)
     return megatron_case(model, **layout[1])
 
 

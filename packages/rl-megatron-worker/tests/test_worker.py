@@ -25,6 +25,7 @@ from worker_ranks import (
     train_after_a_failure,
     train_and_look,
     train_between_moves,
+    train_compiled,
     train_with_text_metric,
     train_without_gathering,
     train_without_rows,
@@ -370,3 +371,15 @@ def test_keys_of_the_references_examples_take_the_same_step(pools, tmp_path):
     assert any(not torch.equal(before[name], after[name]) for name in before)
     for name, weight in found[False]["after"].items():
         assert torch.equal(after[name], weight), name
+
+
+@pytest.mark.slow
+def test_what_megatron_compiles_gives_the_same_numbers(pools, tmp_path):
+    """A router that counts its tokens, which elsewhere in the tests runs as written."""
+    model = build_tiny(tmp_path, "deepseek_v3", num_hidden_layers=2)
+    arguments = {"config": make_config(model), "batch": make_batch(4), "loss": "nll"}
+    ((compiled, num_compiled),) = pools(1).run(train_compiled, **arguments)
+    (written,) = pools(1).run(train_and_look, **arguments)
+    assert num_compiled > 0
+    assert_equal_parameters(compiled["after"], written["after"], 0.0)
+    assert any(name.endswith("e_score_correction_bias") for name in compiled["after"])

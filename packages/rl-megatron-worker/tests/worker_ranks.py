@@ -108,6 +108,13 @@ def train_and_look(*, config, batch, loss, eval_mode=False, num_calls=1):
         }
 
 
+def train_compiled(**arguments):
+    """Return what `train_and_look` does where functions are compiled, and the number of them."""
+    torch._dynamo.config.disable = False
+    results = train_and_look(**arguments)
+    return results, torch._dynamo.utils.counters["frames"]["ok"]
+
+
 def train_without_gathering(*, config, batch, loss):
     """`train_and_look` on ranks that do not gather logits over the vocabulary."""
 

@@ -16,6 +16,7 @@ import torch
 from forked_python import rank_python
 from hypothesis import settings
 from kept_clusters import end_kept_clusters, kept_cluster
+from processes import is_gone
 from recipe_runs import forked_command
 from rl_policy import backends
 from rl_policy.run import samplers, session
@@ -159,17 +160,8 @@ def wait_until_gone():
 
     def wait(pids, limit_s=10.0):
         deadline = time.monotonic() + limit_s
-        while alive := [pid for pid in pids if is_running(pid)]:
+        while alive := [pid for pid in pids if not is_gone(pid)]:
             assert time.monotonic() < deadline, f"still running: {alive}"
             time.sleep(0.05)
 
     return wait
-
-
-def is_running(pid):
-    """Return whether a process is there and is not a zombie that waits for its parent."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"

@@ -3,10 +3,9 @@
 import json
 import sys
 import time
-from pathlib import Path
 
 import yaml
-from forked_python import fork_of, rank_python
+from forked_python import rank_python
 from rl_policy.run.metrics import read_metrics
 
 MODULE = [sys.executable, "-c", "from rl_policy.cli import main; main()"]
@@ -62,17 +61,6 @@ def measured(directory):
         {name: value for name, value in row.items() if name not in TIMES}
         for row in read_metrics(directory / "metrics.jsonl")
     ]
-
-
-def descendants(pid):
-    """Return the processes that a process has started or had forked, and those that they have."""
-    try:
-        children = [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
-    except FileNotFoundError:
-        return []
-    forked = fork_of(pid)
-    children += [] if forked is None else [forked]
-    return [each for child in children for each in (child, *descendants(child))]
 
 
 def wait_until(condition, *, limit_s):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import ray
+from processes import descendants
 from ray._private.node import Node
 from rl_interfaces import Cluster
 from rl_policy import RayVirtualCluster
@@ -24,22 +25,6 @@ def no_ray():
     ray.shutdown(wait_for_processes=True)
     yield
     ray.shutdown(wait_for_processes=True)
-
-
-def children_of(pid):
-    """Return the pids of every process below `pid`."""
-    below = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rsplit(")", 1)[1].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        below.setdefault(int(fields[1]), []).append(int(stat.parent.name))
-    found, todo = [], [pid]
-    while todo:
-        found += (new := below.get(todo.pop(), []))
-        todo += new
-    return found
 
 
 def programs_of(pid):
@@ -57,7 +42,7 @@ def niceness_of_a_worker():
 
 
 def test_a_local_ray_is_started_with_the_cpus_that_are_asked_for(no_ray, wait_until_gone):
-    before = set(children_of(os.getpid()))
+    before = set(descendants(os.getpid()))
     asked = 2 * (os.cpu_count() or 1)
     cluster = RayVirtualCluster([asked], use_gpus=False, name="local")
     assert isinstance(cluster, Cluster)
@@ -73,7 +58,7 @@ def test_a_local_ray_is_started_with_the_cpus_that_are_asked_for(no_ray, wait_un
     with pytest.raises(ValueError, match=rf"{asked + 1} CPU asked \(\d+ free of {asked}\)"):
         RayVirtualCluster([asked + 1], use_gpus=False).get_placement_groups()
 
-    started = set(children_of(os.getpid())) - before
+    started = set(descendants(os.getpid())) - before
     assert len(started) > 2
     programs = {name for pid in started for name in programs_of(pid)}
     assert "log_monitor.py" in programs, "what the ranks print is shown"
@@ -207,7 +192,7 @@ def test_ctrl_c_leaves_nothing_running(stranger_path, tmp_path, wait_until_gone)
     while not ready.exists():
         assert driver.poll() is None, driver.communicate()
         time.sleep(0.1)
-    processes = children_of(driver.pid)
+    processes = descendants(driver.pid)
     assert len(processes) > 4
     # A terminal sends Ctrl-C to the whole foreground process group.
     os.killpg(driver.pid, signal.SIGINT)
@@ -267,7 +252,7 @@ def driver():
         text=True,
     )
     assert process.stdout.readline() == "ready\n"
-    yield process, children_of(process.pid)
+    yield process, descendants(process.pid)
     process.kill()
     process.communicate(timeout=60)
 

@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from recipe_runs import descendants, wait_until
+from processes import descendants
+from recipe_runs import wait_until
 from rl_interfaces import Environment
 from rl_policy.data.datasets import Problem
 from rl_policy.environments.calculator import Calculator, multiply

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from recipe_runs import CONFIG, descendants, forked_command, wait_until, write_workplace
+from processes import descendants
+from recipe_runs import CONFIG, forked_command, wait_until, write_workplace
 from rl_policy.run.metrics import read_metrics
 from rl_policy.run.samples import read_samples
 from rl_policy.run.timeline import read_timeline

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from kept_clusters import kept_cluster
-from recipe_runs import CONFIG, descendants, forked_command, measured, wait_until
+from processes import descendants
+from recipe_runs import CONFIG, forked_command, measured, wait_until
 from rl_interfaces import EnvironmentStep
 from rl_policy import DPOTrainer, GRPOTrainer, Policy
 from rl_policy.cli import build_app

@@ -7,7 +7,8 @@ import time
 import psutil
 import pytest
 from forked_python import rank_python
-from recipe_runs import MODULE, descendants
+from processes import descendants
+from recipe_runs import MODULE
 
 pytestmark = [pytest.mark.usefixtures("ray_apart"), pytest.mark.needs("rl-policy[dtensor]")]
 

@@ -11,11 +11,11 @@ import pytest
 import ray
 import torch
 import yaml
+from processes import descendants
 from recipe_runs import (
     MODULE,
     PHASES,
     TWO_RANKS,
-    descendants,
     forked_command,
     measured,
     wait_until,

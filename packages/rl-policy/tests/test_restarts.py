@@ -6,7 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from recipe_runs import TWO_RANKS, descendants, measured, wait_until, write_workplace
+from processes import descendants
+from recipe_runs import TWO_RANKS, measured, wait_until, write_workplace
 from rl_policy import RayVirtualCluster
 from rl_policy.cli import build_app
 from rl_policy.config import load_run_config

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipe_runs import descendants, forked_command, wait_until, write_workplace
+from processes import descendants, is_gone
+from recipe_runs import forked_command, wait_until, write_workplace
 from rl_policy.generation.answers import read_answers
 from transformers import AutoModelForCausalLM
 from vllm_oracles import TOLERANCE, ascii_tokenizer, expected_logprobs, save_llama
@@ -43,13 +44,6 @@ def start(arguments, log):
 
     wait_until(served, limit_s=START_S)
     return process, served()[0]
-
-
-def is_gone(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 SMALL = [

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import ray
-from recipe_runs import descendants, forked_command, wait_until
+from processes import descendants, is_gone
+from recipe_runs import forked_command, wait_until
 from rl_policy.cli import build_app
 from rl_policy.tinker import command
 from rl_policy.tinker.store import CheckpointStore
@@ -61,13 +62,6 @@ def datum(text="hello"):
     ids = [ord(each) % 250 for each in text]
     inputs = {"target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)}
     return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
-
-
-def is_gone(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 def assert_nothing_is_left(process, below, address):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import descendants
 from rl_policy import RayVirtualCluster
 from rl_policy.generation.state import EngineStateError
 from rl_policy.generation.vllm import VllmGeneration
@@ -20,7 +21,6 @@ from vllm_oracles import (
     ascii_tokenizer,
     completion_of,
     completions_of,
-    descendants,
     expected_logprobs,
     generation_config,
     greedy_completion,

@@ -8,6 +8,7 @@ import pytest
 import rl_refit
 import torch
 from msgspec.structs import replace
+from processes import descendants
 from rl_policy import RayVirtualCluster
 from rl_policy.generation.state import EngineStateError
 from rl_policy.generation.vllm import VllmGeneration
@@ -19,7 +20,6 @@ from vllm_oracles import (
     TEXTS,
     TOLERANCE,
     ascii_tokenizer,
-    descendants,
     expected_logprobs,
     fail_to_refit,
     generation_config,

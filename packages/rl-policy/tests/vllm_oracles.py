@@ -1,7 +1,5 @@
 """A small model, prompts for it, what plain transformers says of a sample, and whole refits."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from rl_batched_data import BatchedDataDict
@@ -192,20 +190,3 @@ def fail_to_refit(engines, sender, version, *, told):
         sender.send(version)
     with pytest.raises(RefitError, match=told):
         engines.wait_for_update(call)
-
-
-def descendants(pid):
-    """Return the processes under `pid`, with their command lines."""
-    children = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(path.read_text().rsplit(")", 1)[1].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        children.setdefault(parent, []).append(int(path.parent.name))
-    found, queue = set(), [pid]
-    while queue:
-        below = children.get(queue.pop(), [])
-        found.update(below)
-        queue.extend(below)
-    return found
