@@ -12,16 +12,16 @@ from parity_ranks import BUDGET, rows_of
 from ranks import worker_for
 from rl_dtensor_worker import forward, layout
 from rl_interfaces import LossInput, LossType
-from rl_interfaces.testing.fake_cuda import fake_cuda, run_life
-from rl_interfaces.testing.fake_cuda.limits import moving_syncs, numbers_of
+from rl_interfaces.testing.fake_cuda import fake_cuda, measured_life, run_life
 from tiny_model import build_tokenizer, make_batch, make_config
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 # It goes with the process.
 _MODELS = tempfile.TemporaryDirectory()
-GLOBAL_BATCH, NUM_ROWS = 8, 16
-NUM_STEPS = NUM_ROWS // GLOBAL_BATCH
+# Rows of a step: two micro-batches on each of two data-parallel ranks.
+ROWS_PER_RANK, MOST_ROWS = 4, 8
+NUM_STEPS = 2
 # Two layers, and how many more show what one of them costs.
 NUM_LAYERS, MORE_LAYERS = 2, 1
 # Of a planted bug: it takes as many bytes as all else.
@@ -65,6 +65,12 @@ class DeviceLoss:
         return loss, {"num_valid_samples": data["sample_mask"].sum(), "nll": loss.detach()}
 
 
+def global_batch_of(case):
+    num_ranks, sizes = LAYOUTS[CASES[case][0]]
+    shared = sizes.get("tensor_parallel_size", 1) * sizes.get("context_parallel_size", 1)
+    return min(MOST_ROWS, ROWS_PER_RANK * num_ranks // shared)
+
+
 def config_of(case, path):
     name, precision, section, keys = CASES[case]
     budgets = {"train_mb_tokens": BUDGET, "logprob_mb_tokens": BUDGET}
@@ -72,7 +78,7 @@ def config_of(case, path):
         path,
         precision=precision,
         dtensor_cfg={"enabled": True, **LAYOUTS[name][1], **keys},
-        train_global_batch_size=GLOBAL_BATCH,
+        train_global_batch_size=global_batch_of(case),
         **({} if section is None else {section: {"enabled": True, **budgets}}),
     )
 
@@ -97,15 +103,15 @@ def measure(cases):
 
 
 def numbers_of_case(case, shallow, deep):
-    num_ranks, section = LAYOUTS[CASES[case][0]][0], CASES[case][2]
+    num_ranks, section, size = LAYOUTS[CASES[case][0]][0], CASES[case][2], global_batch_of(case)
     with fake_cuda(world_size=num_ranks) as device, worker_for(config_of(case, shallow)) as worker:
-        batch = rows_for(worker, section)
-        num_passes = num_passes_of(batch)
+        batch, step = (rows_for(worker, case, steps) for steps in (NUM_STEPS, 1))
         phases = run_life(
             device,
             worker,
             batch=batch,
-            scored=rows_of(worker, make_batch(NUM_ROWS), section, global_batch_size=None)[0],
+            shorter=step,
+            scored=rows_of(worker, make_batch(size), section, global_batch_size=None)[0],
             prompts=make_batch(4),
             loss=DeviceLoss(),
         )
@@ -115,26 +121,27 @@ def numbers_of_case(case, shallow, deep):
         worker_for(config_of(case, deep), **options) as worker,
         device.phase() as deeper,
     ):
-        worker.train(rows_for(worker, section), DeviceLoss())
-    return {
-        **numbers_of(phases, deeper, added_layers=MORE_LAYERS * num_passes),
-        "num_passes": num_passes,
-        "moves": moving_syncs(phases),
-        "left": phases["offload_after_refit"].left,
-        "lines": sorted(f"{count} {sync}" for sync, count in phases["train_again"].syncs.items()),
-    }
+        worker.train(rows_for(worker, case, 1), DeviceLoss())
+    return measured_life(
+        phases,
+        deeper,
+        added_layers=MORE_LAYERS * num_passes_of(step, 1),
+        num_passes=num_passes_of(batch, NUM_STEPS),
+    )
 
 
-def rows_for(worker, section):
-    return rows_of(worker, make_batch(NUM_ROWS), section, global_batch_size=GLOBAL_BATCH)[0]
+def rows_for(worker, case, num_steps):
+    size = global_batch_of(case)
+    rows = make_batch(NUM_STEPS * size).slice(0, num_steps * size)
+    return rows_of(worker, rows, CASES[case][2], global_batch_size=size)[0]
 
 
-def num_passes_of(batch):
+def num_passes_of(batch, num_steps):
     """Return the micro-batches of one `train` call."""
     if getattr(batch, "micro_batch_indices", None) is not None:
         return sum(len(spans) for spans in batch.micro_batch_indices)
-    rows_per_step = batch.size // NUM_STEPS
-    return NUM_STEPS * -(-rows_per_step // 2)
+    rows_per_step = batch.size // num_steps
+    return num_steps * -(-rows_per_step // 2)
 
 
 def with_planted_bugs(shallow, deep):

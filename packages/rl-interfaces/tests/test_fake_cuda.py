@@ -7,6 +7,7 @@ from rl_interfaces.testing.fake_cuda import (
     exceeded,
     fake_cuda,
     load,
+    problems,
     read_limits,
     run_on_fake_cuda,
     why_unavailable,
@@ -192,6 +193,30 @@ def test_numbers_above_the_list_are_named(change, line):
 def test_a_case_without_maxima_is_named():
     (line,) = exceeded("cp2", NUMBERS, {"tp2": NUMBERS})
     assert line.startswith("[cp2] is not in the list of maxima")
+
+
+# Of two steps of a micro-batch each: seven waits are the aim.
+LIFE = {**NUMBERS, "syncs": {"a": 7}, "num_passes": 2, "moves": ["b"], "left": [], "lines": []}
+
+
+@pytest.mark.parametrize(
+    ("change", "told", "without_aim"),
+    [
+        ({}, [], []),
+        ({"syncs": {"a": 8}}, ["8 waits in 2 steps of 2 micro-batches, at most 7"], []),
+        ({"syncs_per_layer": 1}, ["1 in a layer, none allowed"], []),
+        ({"moves": ["b", "b"]}, ["moving waits 2 times"], []),
+        ({"offloaded_bytes": 4, "left": ["c"]}, ["left after an offload: ['c']"], None),
+    ],
+)
+def test_what_misses_the_aim_is_told_though_the_list_allows_it(change, told, without_aim):
+    life = {**LIFE, **change}
+    options = {"num_steps": 2, "most_moving_waits": 1}
+    found = problems("tp2", life, {"tp2": life}, **options)
+    without = problems("tp2", life, {"tp2": life}, **options, has_aim=False)
+    assert len(found) == len(told)
+    assert all(text in line for text, line in zip(told, found, strict=True))
+    assert without == (found if without_aim is None else without_aim)
 
 
 def test_a_list_with_an_unknown_key_is_refused(tmp_path):

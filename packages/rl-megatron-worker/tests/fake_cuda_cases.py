@@ -1,23 +1,25 @@
 """Lives of the worker on a fake CUDA device; runs in the process of `run_on_fake_cuda`."""
 
+import math
 import tempfile
 from contextlib import contextmanager
 from unittest import mock
 
 import torch
 from batches import make_batch, make_config
-from parity_checks import LAYOUTS, num_layers_of
+from parity_checks import LAYOUTS, PP, TP, num_layers_of
 from rl_interfaces import LossInput, LossType
-from rl_interfaces.testing.fake_cuda import fake_cuda, run_life
-from rl_interfaces.testing.fake_cuda.limits import moving_syncs, numbers_of
+from rl_interfaces.testing.fake_cuda import fake_cuda, measured_life, run_life
 from rl_megatron_worker.parallel.schedule import Schedule
 from tiny_models import build_tiny
 from worker_ranks import BUDGET, rows_of, worker_for
 
 # It goes with the process.
 _MODELS = tempfile.TemporaryDirectory()
-GLOBAL_BATCH, NUM_ROWS, HIDDEN_SIZE = 8, 16, 32
-NUM_STEPS = NUM_ROWS // GLOBAL_BATCH
+HIDDEN_SIZE = 32
+# Rows of a step: two micro-batches on each of two data-parallel ranks.
+ROWS_PER_RANK, MOST_ROWS = 4, 8
+NUM_STEPS = 2
 _PACKED, _DYNAMIC = "sequence_packing", "dynamic_batching"
 # Layout, precision, section that plans micro-batches, model.
 CASES = {
@@ -55,12 +57,18 @@ class DeviceLoss:
         return loss, {"num_valid_samples": data["sample_mask"].sum(), "nll": loss.detach()}
 
 
+def global_batch_of(case):
+    num_ranks, sizes = LAYOUTS[CASES[case][0]]
+    shared = math.prod(sizes.get(key, 1) for key in (TP, PP, "context_parallel_size"))
+    return min(MOST_ROWS, ROWS_PER_RANK * num_ranks // shared)
+
+
 def config_of(case, path):
     layout, precision, section, _ = CASES[case]
     budgets = {"train_mb_tokens": BUDGET, "logprob_mb_tokens": BUDGET}
     sections = {} if section is None else {section: {"enabled": True, **budgets}}
     config = make_config(path, sections=sections, **LAYOUTS[layout][1])
-    return config | {"precision": precision, "train_global_batch_size": GLOBAL_BATCH}
+    return config | {"precision": precision, "train_global_batch_size": global_batch_of(case)}
 
 
 def measure(cases):
@@ -89,13 +97,13 @@ def numbers_of_case(case, *_):
         for count in (layers, layers + more)
     )
     with job(case) as device, worker_for(config_of(case, shallow)) as worker:
-        batch = rows_for(section)
-        num_passes = num_passes_of(batch)
+        batch, step = (rows_for(case, steps) for steps in (NUM_STEPS, 1))
         phases = run_life(
             device,
             worker,
             batch=batch,
-            scored=rows_of(equal_rows(NUM_ROWS), section)[0],
+            shorter=step,
+            scored=rows_of(equal_rows(global_batch_of(case)), section)[0],
             prompts=equal_rows(4),
             loss=DeviceLoss(),
         )
@@ -105,14 +113,13 @@ def numbers_of_case(case, *_):
         worker_for(config_of(case, deep), **options) as worker,
         device.phase() as deeper,
     ):
-        worker.train(rows_for(section), DeviceLoss())
-    return {
-        **numbers_of(phases, deeper, added_layers=num_passes * added),
-        "num_passes": num_passes,
-        "moves": moving_syncs(phases),
-        "left": phases["offload_after_refit"].left,
-        "lines": sorted(f"{count} {sync}" for sync, count in phases["train_again"].syncs.items()),
-    }
+        worker.train(rows_for(case, 1), DeviceLoss())
+    return measured_life(
+        phases,
+        deeper,
+        added_layers=num_passes_of(step, 1) * added,
+        num_passes=num_passes_of(batch, NUM_STEPS),
+    )
 
 
 @contextmanager
@@ -145,13 +152,14 @@ def equal_rows(num_rows):
     return batch
 
 
-def rows_for(section):
-    return rows_of(equal_rows(NUM_ROWS), section, global_batch_size=GLOBAL_BATCH)[0]
+def rows_for(case, num_steps):
+    size = global_batch_of(case)
+    return rows_of(equal_rows(num_steps * size), CASES[case][2], global_batch_size=size)[0]
 
 
-def num_passes_of(batch):
+def num_passes_of(batch, num_steps):
     """Return the micro-batches of one `train` call."""
     if getattr(batch, "micro_batch_indices", None) is not None:
         return sum(len(spans) for spans in batch.micro_batch_indices)
-    rows_per_step = batch.size // NUM_STEPS
-    return NUM_STEPS * -(-rows_per_step // 2)
+    rows_per_step = batch.size // num_steps
+    return num_steps * -(-rows_per_step // 2)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from parity_checks import LAYOUTS
 from rl_interfaces.testing.fake_cuda import (
-    exceeded,
+    problems,
     read_limits,
     run_on_fake_cuda,
     why_unavailable,
@@ -21,8 +21,6 @@ _TESTS = Path(__file__).parent
 _LIMITS = read_limits(_TESTS / "fake_cuda_limits.toml")
 _CASES = ["dp2_packed", "dp2_experts", "tp2_sp", "pp2_virtual", "cp2_packed", "ep2"]
 _CASES += ["dp2_sinks", "cp2_linear"]
-# Of a `train` call, whatever its size: the ranks' rows, the losses' counts, and the results.
-_READS_PER_CALL = 3
 _NUM_STEPS = 2
 # Of four calls that move the model, whatever its size: copies under way are waited for together.
 _WAITS_OF_MOVES = 18
@@ -51,28 +49,18 @@ def measured():
     return run_on_fake_cuda("fake_cuda_cases:measure", path=[_TESTS], cases=cases)
 
 
-def problems(case, numbers):
-    """Return a sentence for each number above its maximum, and for each one that misses the aim."""
-    lines = exceeded(case, numbers, _LIMITS)
-    waits = sum(numbers["syncs"].values())
-    aim = numbers["num_passes"] + _NUM_STEPS + _READS_PER_CALL
-    misses = waits > aim or numbers["syncs_per_layer"] > 0
-    if (misses and case not in _WITHOUT_AIM) or numbers["offloaded_bytes"]:
-        lines.append(
-            f"[{case}] {waits} waits in {_NUM_STEPS} steps of {numbers['num_passes']} "
-            f"micro-batches, at most {aim}; {numbers['syncs_per_layer']:g} in a layer, none "
-            f"allowed; left after an offload: {numbers['left']}; waits at: {numbers['lines']}"
-        )
-    most = _WAITS_OF_MOVES + _MORE_WAITS_OF_MOVES.get(case, 0)
-    if len(numbers["moves"]) > most and case not in _WITHOUT_AIM:
-        lines.append(f"[{case}] moving waits {len(numbers['moves'])} times: {numbers['moves']}")
-    return lines
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", cases_to_measure())
 def test_a_layout_is_within_the_list(measured, case):
-    assert problems(case, measured[case]) == []
+    found = problems(
+        case,
+        measured[case],
+        _LIMITS,
+        num_steps=_NUM_STEPS,
+        most_moving_waits=_WAITS_OF_MOVES + _MORE_WAITS_OF_MOVES.get(case, 0),
+        has_aim=case not in _WITHOUT_AIM,
+    )
+    assert found == []
 
 
 def test_the_list_has_every_layout_of_the_parity_table():

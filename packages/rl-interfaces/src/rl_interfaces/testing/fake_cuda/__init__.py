@@ -42,7 +42,14 @@ if TYPE_CHECKING:
     from rl_interfaces.testing.fake_cuda.cuda import fake_cuda
     from rl_interfaces.testing.fake_cuda.guard import load, why_unavailable
     from rl_interfaces.testing.fake_cuda.life import run_life
-    from rl_interfaces.testing.fake_cuda.limits import Numbers, exceeded, read_limits
+    from rl_interfaces.testing.fake_cuda.limits import (
+        MeasuredLife,
+        Numbers,
+        exceeded,
+        measured_life,
+        problems,
+        read_limits,
+    )
     from rl_interfaces.testing.fake_cuda.process import run_on_fake_cuda
 
 # Loaded when they are asked for: `load` has to run before anything imports torch.
@@ -51,18 +58,28 @@ _HOMES = {
     "rl_interfaces.backend.fake.device": ("FakeDevice", "Figures", "Sync"),
     f"{__name__}.guard": ("load", "why_unavailable"),
     f"{__name__}.life": ("run_life",),
-    f"{__name__}.limits": ("Numbers", "exceeded", "read_limits"),
+    f"{__name__}.limits": (
+        "MeasuredLife",
+        "Numbers",
+        "exceeded",
+        "measured_life",
+        "problems",
+        "read_limits",
+    ),
     f"{__name__}.process": ("run_on_fake_cuda",),
 }
 
 __all__ = [
     "FakeDevice",
     "Figures",
+    "MeasuredLife",
     "Numbers",
     "Sync",
     "exceeded",
     "fake_cuda",
     "load",
+    "measured_life",
+    "problems",
     "read_limits",
     "run_life",
     "run_on_fake_cuda",

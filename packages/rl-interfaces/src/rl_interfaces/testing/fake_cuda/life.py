@@ -20,16 +20,18 @@ def run_life(
     prompts: BatchedDataDict,
     loss: LossFunction,
     scored: BatchedDataDict | None = None,
+    shorter: BatchedDataDict | None = None,
 ) -> dict[str, Figures]:
     """Take a worker through all its states and calls; return the figures of each.
 
     Args:
         device: From `fake_cuda`, in whose context the worker was built.
         worker: A `PolicyWorker` with an optimizer, and a reference unless it has none.
-        batch: What `train` takes.
+        batch: What `train_again` takes.
         prompts: What `generate` takes.
         loss: Of `train`.
         scored: What `get_logprobs` takes; None: `batch`.
+        shorter: What the other calls of `train` take, such as one step; None: `batch`.
 
     Returns:
         In the order of the calls. `train` is the first, which makes the optimizer's state, and
@@ -39,6 +41,7 @@ def run_life(
         AssertionError: A gathered weight is not on the device.
     """
     rows = batch if scored is None else scored
+    few = batch if shorter is None else shorter
 
     def gather() -> None:
         for name, tensor in worker.weight_source:
@@ -46,7 +49,7 @@ def run_life(
 
     calls: dict[str, Callable[[], object]] = {
         "logprobs": lambda: worker.get_logprobs(rows),
-        "train": lambda: worker.train(batch, loss),
+        "train": lambda: worker.train(few, loss),
         "train_again": lambda: worker.train(batch, loss),
         "reference": lambda: worker.get_reference_policy_logprobs(rows),
         "offload_before_refit": worker.offload_before_refit,
@@ -55,7 +58,7 @@ def run_life(
         "prepare_for_lp_inference": worker.prepare_for_lp_inference,
         "logprobs_after_reload": lambda: worker.get_logprobs(rows),
         "prepare_for_training": worker.prepare_for_training,
-        "train_after_reload": lambda: worker.train(batch, loss),
+        "train_after_reload": lambda: worker.train(few, loss),
         "generate": lambda: worker.generate(prompts),
     }
     found: dict[str, Figures] = {}

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, TypedDict, cast
 if TYPE_CHECKING:
     from rl_interfaces.backend.fake.device import Figures
 
+# Of a `train` call, whatever its size: the ranks' rows, the losses' counts, and the results.
+_READS_PER_CALL = 3
 _PEAKS = ("logprobs", "train_again", "generate")
 _MOVES = (
     "offload_before_refit",
@@ -47,13 +49,27 @@ class Numbers(TypedDict):
     """Waits of the host in one `train` call, by source: file, function and kind."""
 
 
+class MeasuredLife(Numbers):
+    """The numbers of one case, and what a message about them shows."""
+
+    num_passes: int
+    """Micro-batches of `train_again`."""
+    moves: list[str]
+    """Waits of the host in the calls that move the model, see `moving_syncs`."""
+    left: list[str]
+    """What is on the device after `offload_after_refit`."""
+    lines: list[str]
+    """Waits of the host in `train_again`, by line."""
+
+
 def numbers_of(phases: Mapping[str, Figures], deeper: Figures, *, added_layers: int) -> Numbers:
     """Return the numbers of one case.
 
     Args:
         phases: From `run_life`.
         deeper: The first `train` call of the same case with more layers.
-        added_layers: The layers that this rank has more of there, times the micro-batches.
+        added_layers: The layers that this rank has more of there, times the micro-batches of that
+            call.
     """
     train = phases["train"]
     places: Counter[str] = Counter()
@@ -78,6 +94,26 @@ def moving_syncs(phases: Mapping[str, Figures]) -> list[str]:
         for name in _MOVES
         for sync in sorted(phases[name].syncs.elements(), key=str)
     ]
+
+
+def measured_life(
+    phases: Mapping[str, Figures], deeper: Figures, *, added_layers: int, num_passes: int
+) -> MeasuredLife:
+    """Return what `problems` judges.
+
+    Args:
+        phases: From `run_life`.
+        deeper: See `numbers_of`.
+        added_layers: See `numbers_of`.
+        num_passes: Micro-batches of `train_again`.
+    """
+    return {
+        **numbers_of(phases, deeper, added_layers=added_layers),
+        "num_passes": num_passes,
+        "moves": moving_syncs(phases),
+        "left": phases["offload_after_refit"].left,
+        "lines": sorted(f"{count} {sync}" for sync, count in phases["train_again"].syncs.items()),
+    }
 
 
 def read_limits(path: Path) -> dict[str, Numbers]:
@@ -116,3 +152,40 @@ def exceeded(case: str, found: Numbers, limits: Mapping[str, Numbers]) -> list[s
         for name, value, limit in pairs
         if limit is None or value > limit
     ]
+
+
+def problems(
+    case: str,
+    found: MeasuredLife,
+    limits: Mapping[str, Numbers],
+    *,
+    num_steps: int,
+    most_moving_waits: int,
+    has_aim: bool = True,
+) -> list[str]:
+    """Return a sentence for each number above its maximum, and for each one that misses the aim.
+
+    The aim is that a `train` call waits once for each micro-batch and step and a few times in all,
+    that no layer adds a wait, and that nothing stays on the device after an offload.
+
+    Args:
+        case: Its name in `limits`.
+        found: From `measured_life`.
+        limits: The maxima of every case.
+        num_steps: Of `train_again`.
+        most_moving_waits: The most waits of the four calls that move the model.
+        has_aim: Whether waits are held by more than the maxima.
+    """
+    lines = exceeded(case, found, limits)
+    waits = sum(found["syncs"].values())
+    most = found["num_passes"] + num_steps + _READS_PER_CALL
+    misses = waits > most or found["syncs_per_layer"] > 0
+    if (misses and has_aim) or found["offloaded_bytes"]:
+        lines.append(
+            f"[{case}] {waits} waits in {num_steps} steps of {found['num_passes']} micro-batches, "
+            f"at most {most}; {found['syncs_per_layer']:g} in a layer, none allowed; left after an "
+            f"offload: {found['left']}; waits at: {found['lines']}"
+        )
+    if has_aim and len(found["moves"]) > most_moving_waits:
+        lines.append(f"[{case}] moving waits {len(found['moves'])} times: {found['moves']}")
+    return lines
