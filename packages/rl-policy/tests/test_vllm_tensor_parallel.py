@@ -28,12 +28,10 @@ from vllm_oracles import (
     save_llama,
 )
 
-# An engine's processes are told apart and killed, so that they start as a user's do: on a Ray of
-# their own, which forks none.
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.needs("rl-policy[vllm]"),
-    pytest.mark.usefixtures("ray_apart"),
+    pytest.mark.usefixtures("shared_ray"),
 ]
 
 # Kernels of a GPU differ by more.
