@@ -234,6 +234,10 @@ class _Server:
         for number, file in zip(numbers, moved, strict=True):
             os.dup2(file, number)
             os.close(file)
+        if arguments[0] == "-c" and arguments[1].startswith(_SPAWNED) and find_spec("setproctitle"):
+            # vLLM's workers have titles, whose place is found by the environment at the start. Not
+            # in other processes: what Ray sets titles with would not find it again.
+            import_module("setproctitle").getproctitle()
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(directory)
