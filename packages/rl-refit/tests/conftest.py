@@ -1,6 +1,8 @@
+import gc
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 # A spawned process inherits sys.path, and imports the modules beside the tests from there.
@@ -9,3 +11,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 # No time is a fault where other work may share the processor.
 settings.register_profile("refit", deadline=None, max_examples=50)
 settings.load_profile("refit")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen_imports():
+    """Leave what is imported by now out of garbage collection, which rules of leftovers call."""
+    gc.collect()
+    gc.freeze()

@@ -527,15 +527,15 @@ def test_live_weights_are_compared_after_a_delta():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shm", "collective"])
-def test_a_thousand_versions_in_a_chain_are_bit_exact(transport):
+@pytest.mark.parametrize(("transport", "num_versions"), [("shm", 1000), ("collective", 300)])
+def test_hundreds_of_versions_in_a_chain_are_bit_exact(transport, num_versions):
     """With failures, receivers that are replaced, and versions that are sent again."""
     tensors, generator = some_weights(), torch.Generator().manual_seed(2)
     chance = random.Random(transport)
     num_deltas = num_full = 0
     with delta_world(transport, tensors, bucket_bytes=16 << 10) as world:
         version = 0
-        while version < 1000:
+        while version < num_versions:
             version += 1
             change(tensors, chance.choice([0, 1e-3, 0.01, 0.3]), generator)
             event = chance.randrange(40)
@@ -552,8 +552,8 @@ def test_a_thousand_versions_in_a_chain_are_bit_exact(transport):
             report = good_report(world, version)
             num_deltas += report.changed is not None
             num_full += report.changed is None
-    assert num_deltas > 900
-    assert num_full > 20
+    assert num_deltas > 0.9 * num_versions
+    assert num_full > 0.02 * num_versions
 
 
 @pytest.mark.slow

@@ -28,7 +28,8 @@ def gathered(tmp_path, world, layouts):
     """Return what each rank has seen."""
     results = str(tmp_path / "seen")
     arguments = (world, tmp_path / "store", layouts, results)
-    mp.spawn(source_ranks.run, arguments, nprocs=world)
+    # Forked, as each spawned process imports torch, which takes longer than the test.
+    mp.start_processes(source_ranks.run, arguments, nprocs=world, start_method="fork")
     return [torch.load(f"{results}-{rank}", weights_only=False) for rank in range(world)]
 
 
@@ -41,12 +42,13 @@ def gathered(tmp_path, world, layouts):
 )
 @pytest.mark.slow
 def test_every_rank_gathers_the_tensors_of_one_process(tmp_path, world, layouts):
+    ranks = gathered(tmp_path, world, layouts)
     model = source_ranks.build()
     before = source_ranks.read(ModuleSource(model))
     source_ranks.step(model)
     after = source_ranks.read(ModuleSource(model))
     assert sorted(before) == sorted(NAMES)  # the tied head is left out, and so is the cache
-    for rank, seen in enumerate(gathered(tmp_path, world, layouts)):
+    for rank, seen in enumerate(ranks):
         assert list(seen) == layouts
         for layout in seen.values():
             assert [(n, t.dtype, tuple(t.shape)) for n, t in layout["after"].items()] == layout[
