@@ -185,6 +185,7 @@ class _Server:
         while True:
             for key, _ in self.selector.select():
                 if key.fileobj is sys.stdin:
+                    self.end_all()
                     return None
                 if key.fileobj is self.woken:
                     self.woken.recv(64)
@@ -272,6 +273,11 @@ class _Server:
             if connection in self.selector.get_map():
                 self.selector.unregister(connection)
             connection.close()
+
+    def end_all(self):
+        """End what still runs: with the server go the processes that passed signals on to it."""
+        for forked in self.connections:
+            os.kill(forked, signal.SIGKILL)
 
     def lose(self, connection):
         """End the process of one that was killed while it waited."""
