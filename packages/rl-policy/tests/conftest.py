@@ -77,8 +77,14 @@ def start_shared_ray(stranger_site):
     if not ray.is_initialized():
         with python_path(stranger_site) as patch:
             patch.setattr(sys, "executable", rank_python())
-            # Logical ones, of which clusters that are kept hold some.
-            ray.init("local", num_cpus=32, include_dashboard=False, logging_level="ERROR")
+            ray.init(
+                "local",
+                num_cpus=32,  # logical ones, of which clusters that are kept hold some
+                include_dashboard=False,
+                logging_level="ERROR",
+                # As where a run starts one: a process for each of them would wait for tasks.
+                _system_config={"prestart_worker_first_driver": False},
+            )
     return ray.get_runtime_context().gcs_address
 
 

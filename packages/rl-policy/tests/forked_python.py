@@ -75,7 +75,9 @@ if rest[0] == "-c":
     files.extend(each for each in numbers if each > 2 and is_inherited(each))
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
-request = json.dumps([rest, dict(os.environ), os.getcwd(), files.tolist()]).encode()
+is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+request = [rest, dict(os.environ), os.getcwd(), files.tolist(), is_ignored]
+request = json.dumps(request).encode()
 server.sendmsg([len(request).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)])
 server.sendall(request)
 forked = int.from_bytes(server.recv(4), "big")
@@ -220,10 +222,12 @@ class _Server:
             return None
         return self.become(connection, files, *json.loads(request))
 
-    def become(self, connection, files, arguments, environment, directory, numbers):
+    def become(self, connection, files, arguments, environment, directory, numbers, is_ignored):
         """Be the process that was asked for, in all but the script."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # A job in a shell's background inherits that SIGINT is ignored: the server may, not this.
+        signal.signal(signal.SIGINT, signal.SIG_IGN if is_ignored else signal.default_int_handler)
         # The fork has copies of all that the server holds, and is no end of these connections.
         for each in [connection, self.socket, self.woken, self.wakes, *self.connections.values()]:
             each.close()
