@@ -2,10 +2,11 @@
 
 REQUEST is a JSON object: `package`, the import name; `extra_modules`, the modules that an extra of
 it brings, all of them; `wanted`, those that are installed here; `forbidden`, the modules that the
-others must not load; `alone`, whether these must not even be installed; `brings`, the only
-distributions that may be there, or null; `works`, a statement that must run, or null; `refusals`,
-pairs of a statement and what the `ImportError` that it raises must say. Prints a JSON object of
-what it measured. Only the standard library is imported, as nothing else may be there.
+others must not load; `alone`, whether the package is there without an extra, where these must not
+even be installed; `brings`, the only distributions that may be there, or null; `works`, a statement
+that must run, or null; `refusals`, pairs of a statement and what the `ImportError` that it raises
+must say. Prints a JSON object of what it measured. Only the standard library is imported, as
+nothing else may be there.
 
 An extra that brings nothing forbidden changes nothing of what modules load: these are imported
 where the package is alone, which is also where the time of it is measured.

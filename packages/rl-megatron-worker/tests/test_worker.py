@@ -378,8 +378,11 @@ def test_what_megatron_compiles_gives_the_same_numbers(pools, tmp_path):
     """A router that counts its tokens, which elsewhere in the tests runs as written."""
     model = build_tiny(tmp_path, "deepseek_v3", num_hidden_layers=2)
     arguments = {"config": make_config(model), "batch": make_batch(4), "loss": "nll"}
-    ((compiled, num_compiled),) = pools(1).run(train_compiled, **arguments)
-    (written,) = pools(1).run(train_and_look, **arguments)
+    # As written first: what is compiled once would run in both.
+    (((written, num_written),), ((compiled, num_compiled),)) = (
+        pools(1).run(train_compiled, compiles=compiles, **arguments) for compiles in (False, True)
+    )
+    assert num_written == 0
     assert num_compiled > 0
     assert_equal_parameters(compiled["after"], written["after"], 0.0)
     assert any(name.endswith("e_score_correction_bias") for name in compiled["after"])

@@ -108,11 +108,16 @@ def train_and_look(*, config, batch, loss, eval_mode=False, num_calls=1):
         }
 
 
-def train_compiled(**arguments):
-    """Return what `train_and_look` does where functions are compiled, and the number of them."""
-    torch._dynamo.config.disable = False
-    results = train_and_look(**arguments)
-    return results, torch._dynamo.utils.counters["frames"]["ok"]
+def train_compiled(*, compiles, **arguments):
+    """Return what `train_and_look` does with functions compiled, or as written, and how many were.
+
+    The rank goes on to other tests, where the setting is as before.
+    """
+    frames = torch._dynamo.utils.counters["frames"]
+    before = frames["ok"]
+    with torch._dynamo.config.patch(disable=not compiles):
+        results = train_and_look(**arguments)
+    return results, frames["ok"] - before
 
 
 def train_without_gathering(*, config, batch, loss):
