@@ -105,6 +105,18 @@ def load(name: str) -> type[PolicyWorker]:
     return load_entry(_find_entry(ENTRY_POINT_GROUP, name))
 
 
+def import_backend(name: str) -> None:
+    """Import all that a rank of a backend needs; see `load` for errors.
+
+    A backend's class alone is light, where its engine is found when the first is constructed.
+    """
+    from rl_interfaces.backend.worker import EngineWorker
+
+    worker_class = load(name)
+    if isinstance(worker_class, type) and issubclass(worker_class, EngineWorker):
+        worker_class.find_engine()
+
+
 def installed_engines() -> list[str]:
     """Return the names of the engines that installed packages register, sorted."""
     return _installed(GENERATION_ENTRY_POINT_GROUP)

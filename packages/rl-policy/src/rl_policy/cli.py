@@ -82,6 +82,11 @@ ShowConfig = Annotated[
 ]
 
 
+# Of a Python that has just started: `main` sets another.
+_GC_THRESHOLD = gc.get_threshold()
+# What driver and ranks import alike, and what takes a second more in ranks.
+_SHARED_MODULES = ("torch", "transformers")
+_MODULES_AHEAD = ("transformers.models.auto.modeling_auto",)
 # Of options; typer exports a subclass alone.
 _USAGE_ERROR: Any = typer.BadParameter.__base__
 
@@ -164,13 +169,23 @@ def _command(
     *,
     show_config: bool,
 ) -> None:
-    with bad_input_in_one_line():
-        overrides = with_model_key(overrides, recipe=recipe)
-        directory, resolved = _resolve(recipe, overrides, config=config, out=out, resume=resume)
-        if show_config:
-            _show(resolved)
-            return
-        inputs = _prepare(resolved, directory, is_new=resume is None)
+    from rl_policy.ray.forks import forked_workers
+
+    # Before a recipe's imports, as Ray is among them.
+    with forked_workers(_SHARED_MODULES, _MODULES_AHEAD, gc_threshold=_GC_THRESHOLD):
+        with bad_input_in_one_line():
+            overrides = with_model_key(overrides, recipe=recipe)
+            directory, resolved = _resolve(recipe, overrides, config=config, out=out, resume=resume)
+            if show_config:
+                _show(resolved)
+                return
+            inputs = _prepare(resolved, directory, is_new=resume is None)
+        _run(inputs, directory)
+
+
+def _run(inputs: RunInputs, directory: RunDirectory) -> None:
+    """Run the recipe; an end before its last step says in one line how to continue."""
+    recipe = inputs.config.recipe
     with interrupted_by_signals() as received:
         try:
             _execute(inputs, directory)
@@ -247,8 +262,17 @@ def _prepare(config: RunConfig, directory: RunDirectory, *, is_new: bool) -> Run
     """Return the run's inputs, and write its configuration to its directory."""
     from transformers.utils import logging as transformers_logging
 
+    from rl_policy.backends import enabled_backend
+    from rl_policy.ray.forks import import_ahead, stop_forking
+    from rl_policy.recipes import find_recipe
     from rl_policy.run.inputs import prepare_inputs
 
+    policies = find_recipe(config.recipe).policies(config)
+    names = [enabled_backend(policy, path=path) for path, policy in policies.items()]
+    if config.cluster.fork_workers:
+        import_ahead(names)
+    else:
+        stop_forking()
     transformers_logging.disable_progress_bar()
     inputs = prepare_inputs(config)
     if is_new:

@@ -78,7 +78,7 @@ def _two_workers() -> list[int]:
 
 
 class ClusterSection(Section):
-    """The devices. The keys but `restarts` are the arguments of `rl_policy.RayVirtualCluster`."""
+    """The devices. The first four keys are arguments of `rl_policy.RayVirtualCluster`."""
 
     bundle_ct_per_node_list: list[Annotated[int, Field(ge=1, le=MOST)]] = Field(
         default_factory=_two_workers, min_length=1
@@ -93,10 +93,13 @@ class ClusterSection(Section):
     restarts: int = Field(default=0, ge=0, le=MOST)
     """How often a worker may die before the run ends: until then all workers are started again, and
     continue from the newest checkpoint."""
+    fork_workers: bool = True
+    """Whether a Ray that a recipe's command starts forks its workers from one process, which has
+    imported what they need. false: each imports it, which takes seconds more."""
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `rl_policy.RayVirtualCluster`."""
-        return self.model_dump(exclude={"restarts"})
+        return self.model_dump(exclude={"restarts", "fork_workers"})
 
 
 class TinyModelSection(Section):

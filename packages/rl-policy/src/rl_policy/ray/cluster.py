@@ -13,13 +13,14 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import ray
-from ray._private import ray_constants, worker
+from ray._private import ray_constants, services, worker
 from ray._private.node import Node
+from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]
 from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import (
     PlacementGroup,
@@ -31,6 +32,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl_policy.ray.address import check_running_ray, find_running_ray
 from rl_policy.ray.failures import RayStartError
+from rl_policy.ray.forks import forking_executable
 from rl_policy.ray.hosts import SpareHosts
 
 if TYPE_CHECKING:
@@ -56,7 +58,14 @@ _LOCAL_SETTINGS = {
     "task_events_report_interval_ms": 0,
     # Ray would start a process per core for tasks, of which there are none, while ranks start.
     "prestart_worker_first_driver": False,
+    # Its node tries the socket of the object store, which it has just started, once a second, ten
+    # times; the first time is too early in every second start.
+    "raylet_client_connect_timeout_milliseconds": 20,
+    "raylet_client_num_connect_attempts": 500,
 }
+# How long Ray itself waits for its node, and how often to look.
+_NODE_LIMIT_S = 30.0
+_NODE_PERIOD_S = 0.02
 _STRATEGIES = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
 # Long enough for a node that is just joining, short enough not to look like a hang.
 _RESERVE_LIMIT_S = 60.0
@@ -203,6 +212,32 @@ def _without_services() -> Iterator[None]:
 
 
 @contextmanager
+def _looking_often() -> Iterator[None]:
+    """Let a Ray that is started inside be there as soon as its node has registered.
+
+    Ray looks for the node in the head's list once a second.
+    """
+    get_node = services.get_node
+
+    def await_node(address: str, node_id: str) -> object:
+        head = GcsClient(address=address)
+        deadline = monotonic() + _NODE_LIMIT_S
+        while monotonic() < deadline:
+            listed = head.get_all_node_info(timeout=_NODE_LIMIT_S)
+            if any(node.hex() == node_id for node in listed):
+                break
+            sleep(_NODE_PERIOD_S)
+        # Which reports one that is not there.
+        return get_node(address, node_id)
+
+    services.get_node = await_node
+    try:
+        yield
+    finally:
+        services.get_node = get_node
+
+
+@contextmanager
 def _one_attempt_to_join() -> Iterator[None]:
     """Let Ray give up an address after one attempt, of about 40 s, where its own number is 20.
 
@@ -256,7 +291,8 @@ def _join_or_start(num_cpus: int) -> bool:
         if f"RAY_{name}" not in os.environ
     }
     try:
-        with _on_loopback(), _without_services(), _explained(f"a Ray of {num_cpus} CPUs", _LOOK):
+        attempt = _explained(f"a Ray of {num_cpus} CPUs", _LOOK)
+        with _on_loopback(), _without_services(), _looking_often(), forking_executable(), attempt:
             ray.init(
                 num_cpus=num_cpus,
                 include_dashboard=False,

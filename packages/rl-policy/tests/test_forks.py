@@ -1,0 +1,329 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from processes import descendants, is_gone
+from recipe_runs import wait_until, write_workplace
+
+# Standard modules that nothing else imports, in place of torch and transformers.
+_SHARED, _AHEAD = "sndhdr" if sys.version_info < (3, 13) else "tabnanny", "pyclbr"
+_DRIVER = f"""
+import sys
+{{before}}
+from rl_policy.ray.forks import forked_workers, forking_executable, import_ahead
+with forked_workers(["{_SHARED}"], ["{_AHEAD}"], gc_threshold=(321, 4, 5)):
+    {{within}}
+    with forking_executable():
+        print(sys.executable, flush=True)
+    sys.stdin.read()
+print(sys.executable, flush=True)
+"""
+_FACTS = f"""
+import gc, json, os, sys
+imported = [name for name in ("{_SHARED}", "{_AHEAD}") if name in sys.modules]
+print("to the standard error", file=sys.stderr)
+print(json.dumps({{
+    "imported": imported, "arguments": sys.argv, "first": sys.path[0], "name": __name__,
+    "directory": os.getcwd(), "variables": dict(os.environ), "given": sys.stdin.read(),
+    "threshold": gc.get_threshold(), "executable": sys.executable, "parent": os.getppid(),
+}}))
+"""
+_WAITS = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n"
+_STARTS_A_THREAD = "threading.Thread(target=time.sleep, args=[9], daemon=True).start()"
+_LIMIT_S = 60
+
+
+@dataclass
+class Driver:
+    """A process that has a fork server, and the `python` that this answers to."""
+
+    process: subprocess.Popen
+    python: str
+
+    @property
+    def server(self):
+        # Its own forks follow it.
+        return descendants(self.process.pid)[0]
+
+
+@contextmanager
+def driver_with(*, before="", within="pass"):
+    """Yield a driver that has run lines before and in its context; it ends with the context."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _DRIVER.format(before=before, within=within)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield Driver(process, process.stdout.readline().strip())
+    finally:
+        process.kill()
+        process.communicate(timeout=_LIMIT_S)
+
+
+@pytest.fixture(scope="module")
+def driver():
+    with driver_with() as made:
+        yield made
+
+
+@pytest.fixture
+def worker(tmp_path):
+    """Return a function that writes a program where Ray has the one that it starts workers with."""
+
+    def write(text):
+        path = tmp_path / "ray/_private/workers/default_worker.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+@contextmanager
+def waiting(driver, script):
+    """Yield a client whose fork waits, and the fork's process id."""
+    client = subprocess.Popen([driver.python, script], stdout=subprocess.PIPE, text=True)
+    try:
+        yield client, int(client.stdout.readline())
+    finally:
+        client.kill()
+        client.communicate(timeout=_LIMIT_S)
+
+
+def run(python, *arguments, **options):
+    return subprocess.run(
+        [python, *arguments], capture_output=True, text=True, timeout=_LIMIT_S, **options
+    )
+
+
+def test_a_worker_has_the_imports_of_the_driver_and_all_else_of_its_client(
+    driver, worker, tmp_path
+):
+    script = worker(_FACTS)
+    variables = {"ONLY": "this", "PATH": os.environ["PATH"]}
+    ended = run(driver.python, script, "a b", "--c", input="given", env=variables, cwd=tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "to the standard error\n")
+    facts = json.loads(ended.stdout)
+    assert facts.pop("variables").items() >= variables.items()
+    assert facts == {
+        "imported": [_SHARED, _AHEAD],
+        "arguments": [script, "a b", "--c"],
+        "first": str(Path(script).parent),
+        "name": "__main__",
+        "directory": str(tmp_path),
+        "given": "given",
+        "threshold": [321, 4, 5],
+        "executable": sys.executable,
+        "parent": driver.server,
+    }
+
+
+def test_other_programs_are_started_plainly(driver, tmp_path):
+    script = tmp_path / "agent.py"
+    script.write_text(_FACTS)
+    facts = json.loads(run(driver.python, str(script), input="").stdout)
+    assert (facts["imported"], facts["parent"]) == ([], os.getpid())
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "line"),
+    [
+        ("import sys\nsys.exit(3)", 3, ""),
+        ("import sys\nsys.exit('a reason')", 1, "a reason\n"),
+        (
+            "import atexit, sys\natexit.register(lambda: sys.stderr.write('at its end'))",
+            0,
+            "at its",
+        ),
+        ("raise ValueError('an error')", 1, "ValueError: an error\n"),
+        ("import os\nos.kill(os.getpid(), 9)", -9, ""),
+        ("import os\nos.kill(os.getpid(), 15)", -15, ""),
+    ],
+)
+def test_a_client_ends_as_its_fork_does(driver, worker, program, status, line):
+    ended = run(driver.python, worker(program))
+    assert ended.returncode == status
+    assert line in ended.stderr
+    assert bool(line) == bool(ended.stderr)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_the_fork(driver, worker, number):
+    script = worker(
+        "import signal, sys\n"
+        f"signal.signal({int(number)}, lambda *_: sys.exit(7))\n"
+        f"signal.pthread_sigmask(signal.SIG_UNBLOCK, [{int(number)}])\n" + _WAITS
+    )
+    with waiting(driver, script) as (client, _):
+        client.send_signal(number)
+        assert client.wait(timeout=_LIMIT_S) == 7
+
+
+def test_signals_that_are_blocked_where_it_is_started_are_blocked_in_a_fork(driver, worker):
+    script = worker("import signal\nprint(signal.pthread_sigmask(signal.SIG_BLOCK, []))")
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+    try:
+        assert run(driver.python, script).stdout == f"{{{signal.SIGUSR2!r}}}\n"
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def test_a_killed_client_takes_its_fork_with_it(driver, worker, wait_until_gone):
+    with waiting(driver, worker(_WAITS)) as (client, fork):
+        client.kill()
+        wait_until_gone([fork])
+    assert not is_gone(driver.server)
+
+
+def test_forks_draw_other_numbers(worker):
+    script = worker(
+        "import sys\nfrom random import random\nnumpy = sys.modules['numpy']\n"
+        "print(numpy.random.random(), random())"
+    )
+    with driver_with(before="import numpy") as driver:
+        drawn = [run(driver.python, script).stdout.split() for _ in range(2)]
+    assert len({*drawn[0], *drawn[1]}) == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_is_left_of_a_driver_that_is_killed(worker, wait_until_gone, number):
+    with driver_with() as driver, waiting(driver, worker(_WAITS)) as (client, fork):
+        server, folder = driver.server, Path(driver.python).parent
+        assert folder.stat().st_mode & 0o777 == 0o700
+        os.kill(driver.process.pid, number)
+        assert driver.process.wait(timeout=_LIMIT_S) == -number
+        wait_until_gone([server, fork])
+        assert client.wait(timeout=_LIMIT_S) == 1
+        assert not folder.exists()
+
+
+def test_nothing_is_left_of_a_context_that_has_ended(worker, wait_until_gone):
+    with driver_with() as driver, waiting(driver, worker(_WAITS)) as (client, fork):
+        server = driver.server
+        # A driver that has not ended at its own end has waited for it.
+        told, _ = driver.process.communicate(timeout=_LIMIT_S)
+        assert told == f"{sys.executable}\n"
+        wait_until_gone([server, fork])
+        assert client.wait(timeout=_LIMIT_S) == 1
+        assert not Path(driver.python).parent.exists()
+
+
+def test_workers_of_a_server_that_was_killed_are_started_plainly(worker):
+    with driver_with() as driver:
+        os.kill(driver.server, signal.SIGKILL)
+        ended = run(driver.python, worker(_FACTS), input="")
+    assert json.loads(ended.stdout)["imported"] == []
+    assert ended.stderr.startswith("no fork server: ")
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        f"import threading, time\n{_STARTS_A_THREAD}",
+        "sys.modules['ray'] = sys",
+    ],
+)
+def test_a_driver_that_cannot_be_forked_has_no_server(before):
+    with driver_with(before=before) as driver:
+        assert driver.python == sys.executable
+        assert descendants(driver.process.pid) == []
+
+
+def test_a_backend_that_leaves_a_thread_is_left_to_plain_workers(worker):
+    # An import that is no backend's: the same look at what it has left follows.
+    within = "import rl_policy.ray.forks as forks; forks.import_ahead(['threads'])"
+    before = (
+        "import threading, time\nimport rl_policy.ray.fork_server as server\n"
+        f"server.import_backend = lambda name: {_STARTS_A_THREAD}"
+    )
+    with driver_with(before=before, within=within) as driver:
+        ended = run(driver.python, worker(_FACTS), input="")
+    assert json.loads(ended.stdout)["imported"] == []
+
+
+def test_a_backend_that_looks_for_cuda_is_left_to_plain_workers(worker):
+    # In place of torch's own, which knows whether CUDA was initialised before a fork.
+    before = (
+        "import os, types\nimport rl_policy.ray.fork_server as server\n"
+        "cuda = types.SimpleNamespace(is_initialized=lambda: False, seen_by=None)\n"
+        "cuda._is_in_bad_fork = lambda: cuda.seen_by not in (None, os.getpid())\n"
+        "sys.modules['torch'] = types.SimpleNamespace(cuda=cuda)\n"
+        "server.import_backend = lambda name: setattr(cuda, 'seen_by', os.getpid())"
+    )
+    within = "import rl_policy.ray.forks as forks; forks.import_ahead(['looks'])"
+    with driver_with(before=before) as driver:
+        assert json.loads(run(driver.python, worker(_FACTS), input="").stdout)["imported"]
+    with driver_with(before=before, within=within) as driver:
+        assert not json.loads(run(driver.python, worker(_FACTS), input="").stdout)["imported"]
+
+
+def test_a_ray_that_is_started_within_forks_its_workers():
+    driver = f"""
+import os, sys
+import rl_policy.ray.forks as forks
+with forks.forked_workers(["{_SHARED}"], [], gc_threshold=(700, 10, 10)):
+    import ray
+    from rl_policy.ray.cluster import RayVirtualCluster
+    cluster = RayVirtualCluster([2], use_gpus=False)
+    groups = cluster.get_placement_groups()
+    class Probe:
+        def look(self):
+            return os.getppid(), "{_SHARED}" in sys.modules, os.environ.get("RAY_JOB_ID")
+    probes = [ray.remote(Probe).options(num_cpus=0).remote() for _ in range(2)]
+    for parent, imported, job in ray.get([probe.look.remote() for probe in probes], timeout=60):
+        print(parent, imported, bool(job))
+    with open(f"/proc/{{os.getpid()}}/task/{{os.getpid()}}/children") as children:
+        print(*children.read().split())
+    cluster.shutdown()
+"""
+    variables = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    ended = run(sys.executable, "-c", driver, env=variables)
+    *told, children = ended.stdout.splitlines()[-3:]
+    first, second = (line.split() for line in told)
+    assert first == second == [first[0], "True", "True"], ended.stderr
+    assert first[0] in children.split()
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    return write_workplace(tmp_path_factory.mktemp("forks"))
+
+
+@pytest.mark.slow
+@pytest.mark.needs("rl-policy[dtensor]")
+@pytest.mark.parametrize("forks", [True, False])
+def test_a_command_forks_its_workers_unless_it_is_told_not_to(begin, wait_until_gone, forks):
+    given = ["data.path=problems.jsonl", f"cluster.fork_workers={forks}"]
+    process = begin("sft", "--config", "run.yaml", *given, "--out", f"run-{forks}")
+    found = {}
+
+    def has_worker():
+        assert process.poll() is None, process.stderr.read()
+        below = descendants(process.pid)
+        found.update((pid, Path(f"/proc/{pid}/cmdline").read_bytes()) for pid in below)
+        return any(b"WorkerHost" in line for line in found.values())
+
+    wait_until(has_worker, limit_s=120)
+    assert any(b"fork_client.py" in line for line in found.values()) == forks
+    process.kill()
+    wait_until_gone(found)
+
+
+@pytest.mark.gpu
+def test_a_fork_computes_on_a_gpu(worker):
+    script = worker(
+        "import sys\ntorch = sys.modules['torch']\n"
+        "print(torch.ones(3, device='cuda').sum().item(), torch.cuda.device_count())"
+    )
+    with driver_with(before="import torch") as driver:
+        for _ in range(2):
+            ended = run(driver.python, script)
+            assert ended.stdout.split()[0] == "3.0", ended.stderr
