@@ -267,7 +267,7 @@ def test_a_backend_that_looks_for_cuda_is_left_to_plain_workers(worker):
 
 def test_a_ray_that_is_started_within_forks_its_workers():
     driver = f"""
-import os, sys
+import json, os, signal, sys
 import rl_policy.ray.forks as forks
 with forks.forked_workers(["{_SHARED}"], [], gc_threshold=(700, 10, 10)):
     import ray
@@ -276,20 +276,31 @@ with forks.forked_workers(["{_SHARED}"], [], gc_threshold=(700, 10, 10)):
     groups = cluster.get_placement_groups()
     class Probe:
         def look(self):
-            return os.getppid(), "{_SHARED}" in sys.modules, os.environ.get("RAY_JOB_ID")
-    probes = [ray.remote(Probe).options(num_cpus=0).remote() for _ in range(2)]
-    for parent, imported, job in ray.get([probe.look.remote() for probe in probes], timeout=60):
-        print(parent, imported, bool(job))
+            return os.getpid(), os.getppid(), "{_SHARED}" in sys.modules, "RAY_JOB_ID" in os.environ
+    make = ray.remote(Probe).options(num_cpus=0).remote
+    probes = [make(), make()]
+    looks = ray.get([probe.look.remote() for probe in probes], timeout=60)
+    # One that dies takes nobody along.
+    os.kill(looks[0][0], signal.SIGKILL)
+    try:
+        ray.get(probes[0].look.remote(), timeout=60)
+    except ray.exceptions.RayActorError:
+        looks.append(ray.get(probes[1].look.remote(), timeout=60))
+    looks.append(ray.get(make().look.remote(), timeout=60))
     with open(f"/proc/{{os.getpid()}}/task/{{os.getpid()}}/children") as children:
-        print(*children.read().split())
+        print(json.dumps([looks, children.read().split()]))
     cluster.shutdown()
 """
     variables = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     ended = run(sys.executable, "-c", driver, env=variables)
-    *told, children = ended.stdout.splitlines()[-3:]
-    first, second = (line.split() for line in told)
-    assert first == second == [first[0], "True", "True"], ended.stderr
-    assert first[0] in children.split()
+    assert ended.returncode == 0, ended.stderr
+    looks, children = json.loads(ended.stdout.splitlines()[-1])
+    numbers = [number for number, *_ in looks]
+    assert numbers[1] == numbers[2]
+    assert len({*numbers}) == 3
+    [(server, *_)] = {(*look,) for _, *look in looks}
+    assert [look for _, *look in looks] == [[server, True, True]] * 4
+    assert str(server) in children
 
 
 @pytest.fixture(scope="module")

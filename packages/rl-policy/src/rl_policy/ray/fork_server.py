@@ -144,6 +144,8 @@ class ForkServer:
     ) -> NoReturn:
         """Be, in the fork, the process that the client stands for."""
         end_with_parent(self._pid)
+        # Ray ends the process group of a worker that has died.
+        os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
