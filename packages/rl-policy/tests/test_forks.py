@@ -1,5 +1,6 @@
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -16,12 +17,14 @@ _SHARED, _AHEAD = "sndhdr" if sys.version_info < (3, 13) else "tabnanny", "pyclb
 _DRIVER = f"""
 import sys
 {{before}}
-from rl_policy.ray.forks import forked_workers, forking_executable, import_ahead
+from rl_policy.ray.forks import forked_workers, forking_executable, import_ahead, stop_forking
 with forked_workers(["{_SHARED}"], ["{_AHEAD}"], gc_threshold=(321, 4, 5)):
     {{within}}
     with forking_executable():
         print(sys.executable, flush=True)
-    sys.stdin.read()
+    for line in sys.stdin:
+        exec(line)
+        print("done", flush=True)
 print(sys.executable, flush=True)
 """
 _FACTS = f"""
@@ -51,21 +54,37 @@ class Driver:
         # Its own forks follow it.
         return descendants(self.process.pid)[0]
 
+    @property
+    def folder(self):
+        return Path(self.python).parent
+
+    def do(self, line):
+        """Have it run a line."""
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "done\n"
+
 
 @contextmanager
-def driver_with(*, before="", within="pass"):
+def driver_with(*, before="", within="pass", **options):
     """Yield a driver that has run lines before and in its context; it ends with the context."""
     process = subprocess.Popen(
         [sys.executable, "-c", _DRIVER.format(before=before, within=within)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        **options,
     )
+    driver = Driver(process, process.stdout.readline().strip())
     try:
-        yield Driver(process, process.stdout.readline().strip())
+        yield driver
+        if process.poll() is None:
+            told, _ = process.communicate(timeout=_LIMIT_S)
+            assert (process.returncode, told) == (0, f"{sys.executable}\n")
     finally:
         process.kill()
         process.communicate(timeout=_LIMIT_S)
+    assert driver.python == sys.executable or not driver.folder.exists()
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +157,7 @@ def test_other_programs_are_started_plainly(driver, tmp_path):
     [
         ("import sys\nsys.exit(3)", 3, ""),
         ("import sys\nsys.exit('a reason')", 1, "a reason\n"),
+        ("import sys\nsys.exit([1])", 1, "[1]\n"),
         (
             "import atexit, sys\natexit.register(lambda: sys.stderr.write('at its end'))",
             0,
@@ -193,10 +213,134 @@ def test_forks_draw_other_numbers(worker):
     assert len({*drawn[0], *drawn[1]}) == 4
 
 
+def test_limits_are_those_of_the_client(driver, worker):
+    script = worker(
+        "import os, resource\numask = os.umask(0)\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], umask, os.sched_getaffinity(0))"
+    )
+    processor = max(os.sched_getaffinity(0))
+
+    def restrict():
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, most))
+        os.sched_setaffinity(0, [processor])
+
+    ended = run(driver.python, script, preexec_fn=restrict, umask=0o27)
+    assert ended.stdout == f"200 {0o27} {{{processor}}}\n", ended.stderr
+
+
+def test_what_is_to_be_removed_at_the_end_is(worker):
+    # The first of its kind has Python run all of them at the end, which is before the fork here.
+    before = "import tempfile; first = tempfile.TemporaryDirectory()"
+    script = worker("import tempfile\nkept = tempfile.TemporaryDirectory()\nprint(kept.name)")
+    with driver_with(before=before) as driver:
+        ended = run(driver.python, script)
+        assert ended.stdout, ended.stderr
+        assert not Path(ended.stdout.strip()).exists()
+
+
+def test_a_fork_and_its_client_that_end_at_once_are_no_end_of_others(worker, wait_until_gone):
+    script = worker(_WAITS)
+    with driver_with() as driver, waiting(driver, script) as (_, other):
+        server = driver.server
+        with waiting(driver, script) as (client, fork):
+            # It sees both ends at one look.
+            os.kill(server, signal.SIGSTOP)
+            os.kill(fork, signal.SIGKILL)
+            client.kill()
+            client.wait(timeout=_LIMIT_S)
+            os.kill(server, signal.SIGCONT)
+            wait_until_gone([fork])
+        assert json.loads(run(driver.python, worker(_FACTS), input="").stdout)["imported"]
+        assert not is_gone(other)
+
+
+@pytest.mark.parametrize(
+    ("imported", "is_forking"),
+    [
+        ("subprocess.Popen(['true'])", True),
+        ("setattr(os, 'fork', lambda: os.close(-1))", False),
+        (_STARTS_A_THREAD, False),
+    ],
+    ids=["starts a process", "no memory", "starts a thread"],
+)
+def test_what_an_import_does_is_no_end_of_workers(worker, imported, is_forking):
+    before = (
+        "import os, subprocess, threading, time\nimport rl_policy.ray.fork_server as server\n"
+        f"server.import_backend = lambda name: {imported}"
+    )
+    with driver_with(before=before) as driver, waiting(driver, worker(_WAITS)) as (_, fork):
+        server = driver.server
+        driver.do("import_ahead(['one'])")
+        for _ in range(2):
+            facts = json.loads(run(driver.python, worker(_FACTS), input="").stdout)
+            assert bool(facts["imported"]) == is_forking
+        assert not is_gone(fork)
+        assert not is_gone(server)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_the_server_leaves_signals_to_the_driver(driver, worker, number):
+    os.kill(driver.server, number)
+    assert json.loads(run(driver.python, worker(_FACTS), input="").stdout)["imported"]
+
+
+def test_workers_whose_driver_was_killed_have_time_to_end_by_themselves(worker, tmp_path):
+    script = worker(
+        "import os, sys, time\nfrom pathlib import Path\nprint(os.getpid(), flush=True)\n"
+        "while Path(f'/proc/{sys.argv[1]}/stat').read_text().split()[2] != 'Z':\n"
+        "    time.sleep(0.05)\n"
+        "time.sleep(0.5)\nPath(sys.argv[2]).touch()"
+    )
+    ended = tmp_path / "ended"
+    with driver_with() as driver:
+        given = [str(driver.process.pid), str(ended)]
+        client = subprocess.Popen([driver.python, script, *given], stdout=subprocess.PIPE)
+        assert client.stdout.readline()
+        os.kill(driver.process.pid, signal.SIGKILL)
+        client.communicate(timeout=_LIMIT_S)
+        assert client.returncode == 0
+        assert ended.exists()
+        wait_until(lambda: not driver.folder.exists(), limit_s=_LIMIT_S)
+
+
+@pytest.mark.parametrize("length", [83, 84, 120])
+def test_a_long_place_of_temporary_files_has_a_server_too(tmp_path, length):
+    place = tmp_path / ("x" * (length - len(str(tmp_path)) - 1))
+    place.mkdir()
+    with driver_with(env=os.environ | {"TMPDIR": str(place)}) as driver:
+        assert driver.python != sys.executable
+        assert (driver.folder.parent == place) == (length <= 83)
+        assert not is_gone(driver.server)
+
+
+def test_workers_are_plain_where_no_program_can_be_written(tmp_path):
+    before = "import os; os.access = lambda *_: False"
+    with driver_with(before=before, env=os.environ | {"TMPDIR": str(tmp_path)}) as driver:
+        assert driver.python == sys.executable
+        assert [*tmp_path.iterdir()] == []
+
+
+def test_a_server_that_is_stopped_is_gone(wait_until_gone):
+    with driver_with() as driver:
+        server = driver.server
+        driver.do("stop_forking()")
+        wait_until_gone([server])
+        assert not driver.folder.exists()
+
+
+def test_a_driver_may_ignore_ends_of_processes(worker):
+    def ignore():
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+    with driver_with(preexec_fn=ignore) as driver:
+        assert json.loads(run(driver.python, worker(_FACTS), input="").stdout)["imported"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_of_a_driver_that_is_killed(worker, wait_until_gone, number):
     with driver_with() as driver, waiting(driver, worker(_WAITS)) as (client, fork):
-        server, folder = driver.server, Path(driver.python).parent
+        server, folder = driver.server, driver.folder
         assert folder.stat().st_mode & 0o777 == 0o700
         os.kill(driver.process.pid, number)
         assert driver.process.wait(timeout=_LIMIT_S) == -number
@@ -208,12 +352,11 @@ def test_nothing_is_left_of_a_driver_that_is_killed(worker, wait_until_gone, num
 def test_nothing_is_left_of_a_context_that_has_ended(worker, wait_until_gone):
     with driver_with() as driver, waiting(driver, worker(_WAITS)) as (client, fork):
         server = driver.server
-        # A driver that has not ended at its own end has waited for it.
-        told, _ = driver.process.communicate(timeout=_LIMIT_S)
-        assert told == f"{sys.executable}\n"
+        driver.process.communicate(timeout=_LIMIT_S)
+        assert driver.process.returncode == 0
         wait_until_gone([server, fork])
         assert client.wait(timeout=_LIMIT_S) == 1
-        assert not Path(driver.python).parent.exists()
+        assert not driver.folder.exists()
 
 
 def test_workers_of_a_server_that_was_killed_are_started_plainly(worker):
@@ -229,6 +372,8 @@ def test_workers_of_a_server_that_was_killed_are_started_plainly(worker):
     [
         f"import threading, time\n{_STARTS_A_THREAD}",
         "sys.modules['ray'] = sys",
+        # As `2>&-` leaves it.
+        "sys.stderr = None",
     ],
 )
 def test_a_driver_that_cannot_be_forked_has_no_server(before):
@@ -237,23 +382,11 @@ def test_a_driver_that_cannot_be_forked_has_no_server(before):
         assert descendants(driver.process.pid) == []
 
 
-def test_a_backend_that_leaves_a_thread_is_left_to_plain_workers(worker):
-    # An import that is no backend's: the same look at what it has left follows.
-    within = "import rl_policy.ray.forks as forks; forks.import_ahead(['threads'])"
-    before = (
-        "import threading, time\nimport rl_policy.ray.fork_server as server\n"
-        f"server.import_backend = lambda name: {_STARTS_A_THREAD}"
-    )
-    with driver_with(before=before, within=within) as driver:
-        ended = run(driver.python, worker(_FACTS), input="")
-    assert json.loads(ended.stdout)["imported"] == []
-
-
 def test_a_backend_that_looks_for_cuda_is_left_to_plain_workers(worker):
     # In place of torch's own, which knows whether CUDA was initialised before a fork.
     before = (
         "import os, types\nimport rl_policy.ray.fork_server as server\n"
-        "cuda = types.SimpleNamespace(is_initialized=lambda: False, seen_by=None)\n"
+        "cuda = types.SimpleNamespace(seen_by=None)\n"
         "cuda._is_in_bad_fork = lambda: cuda.seen_by not in (None, os.getpid())\n"
         "sys.modules['torch'] = types.SimpleNamespace(cuda=cuda)\n"
         "server.import_backend = lambda name: setattr(cuda, 'seen_by', os.getpid())"
@@ -329,12 +462,19 @@ def test_a_command_forks_its_workers_unless_it_is_told_not_to(begin, wait_until_
 
 
 @pytest.mark.gpu
-def test_a_fork_computes_on_a_gpu(worker):
+@pytest.mark.parametrize("backend", [None, "dtensor"])
+def test_a_fork_computes_on_a_gpu(worker, backend):
+    if backend is not None:
+        pytest.importorskip("rl_dtensor_worker")
     script = worker(
-        "import sys\ntorch = sys.modules['torch']\n"
+        "import os, sys\nassert os.getppid() == int(sys.argv[1])\n"
+        # Ray's worker is given its GPU when it runs.
+        "os.environ['CUDA_VISIBLE_DEVICES'] = '0'\ntorch = sys.modules['torch']\n"
         "print(torch.ones(3, device='cuda').sum().item(), torch.cuda.device_count())"
     )
-    with driver_with(before="import torch") as driver:
+    with driver_with(before="import torch, transformers") as driver:
+        if backend is not None:
+            driver.do(f"import_ahead([{backend!r}])")
         for _ in range(2):
-            ended = run(driver.python, script)
-            assert ended.stdout.split()[0] == "3.0", ended.stderr
+            ended = run(driver.python, script, str(int(driver.server)))
+            assert ended.stdout == "3.0 1\n", ended.stderr

@@ -9,6 +9,7 @@ import gc
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -67,8 +68,8 @@ Resume = Annotated[
         parser=Path,
         metavar="PATH",
         help="Continue the run of this directory from its newest checkpoint, with its "
-        "configuration; only the number of steps, cluster.restarts, logger and checkpoint.* can "
-        "be overridden.",
+        "configuration; only the number of steps, cluster.restarts, cluster.fork_workers, "
+        "logger and checkpoint.* can be overridden.",
         show_default="none",
     ),
 ]
@@ -171,8 +172,11 @@ def _command(
 ) -> None:
     from rl_policy.ray.forks import forked_workers
 
-    # Before a recipe's imports, as Ray is among them.
-    with forked_workers(_SHARED_MODULES, _MODULES_AHEAD, gc_threshold=_GC_THRESHOLD):
+    with ExitStack() as forking:
+        if not show_config:
+            # Before a recipe's imports, as Ray is among them.
+            forks = forked_workers(_SHARED_MODULES, _MODULES_AHEAD, gc_threshold=_GC_THRESHOLD)
+            forking.enter_context(forks)
         with bad_input_in_one_line():
             overrides = with_model_key(overrides, recipe=recipe)
             directory, resolved = _resolve(recipe, overrides, config=config, out=out, resume=resume)

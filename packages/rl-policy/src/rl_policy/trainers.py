@@ -101,8 +101,8 @@ class RecipeTrainer:
             file with them. The keys are those that `rl-policy NAME --show-config` prints.
         out: The run directory, which must not exist. None: a new dated one in `runs/`.
         resume: The directory of a run to continue. `config` may then hold the number of steps,
-            `cluster.restarts`, `logger` and `checkpoint.*` alone; data and rewards are those of the
-            run, save functions and classes, which have to be given again.
+            `cluster.restarts`, `cluster.fork_workers`, `logger` and `checkpoint.*` alone; data and
+            rewards are those of the run, save functions and classes, which have to be given again.
         progress: Whether to show bars.
 
     Raises:

@@ -29,6 +29,8 @@ from rl_policy.data.rows import GivenRows
 from rl_policy.environments.pool import GivenEnvironment
 from rl_policy.recipes import Recipe, find_recipe, installed_recipes
 
+# Keys that leave the steps taken so far valid, beside the numbers of steps and `checkpoint.*`.
+_OF_THE_MACHINE = ("cluster.restarts", "cluster.fork_workers", "logger")
 # What files of NeMo RL compute with: `${mul:${policy.max_total_sequence_length}, 4}`.
 _RESOLVERS: Mapping[str, Callable[..., Any]] = {
     "mul": lambda *factors: math.prod(factors),
@@ -137,7 +139,8 @@ def override_resumed(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     Args:
         config: That of the interrupted run.
         overrides: `section.key=value`; only the recipe's numbers of steps, `cluster.restarts`,
-            `logger` and `checkpoint.*`, which leave the steps taken so far valid.
+            `cluster.fork_workers`, `logger` and `checkpoint.*`, which leave the steps taken so far
+            valid.
 
     Raises:
         ValueError: Another key, or an invalid value.
@@ -151,7 +154,7 @@ def override_resumed_with(config: RunConfig, given: Mapping[str, object]) -> Run
     Raises:
         ValueError: As `override_resumed`.
     """
-    allowed = [*find_recipe(config.recipe).step_keys, "cluster.restarts", "logger"]
+    allowed = [*find_recipe(config.recipe).step_keys, *_OF_THE_MACHINE]
     for key in flatten(given):
         if key not in allowed and not key.startswith("checkpoint."):
             raise ValueError(

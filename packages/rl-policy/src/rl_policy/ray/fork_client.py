@@ -11,14 +11,16 @@ import array
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import sys
 
 _WORKER = os.path.join("ray", "_private", "workers", "default_worker.py")
-# The server may still be importing.
-_ANSWER_LIMIT_S = 120.0
+# The server may still be importing. Ray gives a worker 60 s, of which a plain one needs some.
+_ANSWER_LIMIT_S = 30.0
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM)
+_MAY_BE_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STANDARD_FILES = [0, 1, 2]
 
 
@@ -55,11 +57,16 @@ def _run_plainly(arguments: list[str]) -> None:
 
 
 def _ask(server: socket.socket, arguments: list[str]) -> None:
+    umask = os.umask(0o77)
+    os.umask(umask)
+    is_ignored = {each: signal.getsignal(each) == signal.SIG_IGN for each in _MAY_BE_IGNORED}
     request = {
         "arguments": arguments,
         "environment": dict(os.environ),
         "directory": os.getcwd(),
+        "umask": umask,
         "niceness": os.nice(0),
+        "ignored": [int(each) for each in _MAY_BE_IGNORED if is_ignored[each]],
         "blocked": [int(each) for each in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
     }
     encoded = json.dumps(request).encode()
@@ -80,6 +87,8 @@ def _end_as(received: bytes) -> None:
         os._exit(1)
     status = _number(received)
     if status < 0:
+        # The fork has left the core dump that there is to leave.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         if -status not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-status, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [-status])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import array
 import atexit
+import contextlib
 import ctypes
 import gc
 import json
 import logging
 import os
+import resource
 import runpy
 import selectors
 import signal
@@ -16,9 +18,12 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from fcntl import F_DUPFD_CLOEXEC, fcntl
 from importlib import import_module
 from pathlib import Path
+from time import monotonic
 from typing import Any, NoReturn
 
 from rl_policy.backends import import_backend
@@ -26,20 +31,29 @@ from rl_policy.backends import import_backend
 logger = logging.getLogger(__name__)
 
 _NUM_FILES = 3
-_REQUEST_LIMIT_S = 10.0
+# A client sends all of its request at once.
+_REQUEST_LIMIT_S = 2.0
 _MAX_NAMES_BYTES = 4096
+# How long workers have, when their driver was killed, to end what they have started: Ray's node has
+# ended as well, which they see.
+_ORPHAN_LIMIT_S = 5.0
+# Which a fork ignores if its client does. The server does in any case.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # From `sys/prctl.h`.
 _PR_SET_PDEATHSIG = 1
 
 
 class ForkServer:
-    """Imports backends, forks a process for each client, and reports how that has ended.
+    """Imports modules, forks a process for each client, and reports how that has ended.
+
+    It is the parent of all workers, and the kernel ends them with it: once there is one, nothing
+    but the end of the driver ends the server.
 
     Args:
         listener: The socket that clients connect to.
-        control: Has names of backends to import, a line each, and ends with the driver.
-        modules: Names of modules to import before them.
-        gc_threshold: That of the garbage collector in forks.
+        control: Has names of backends to import, a line each. The driver closes it.
+        modules: Names of modules to import first.
+        gc_threshold: The garbage collector's threshold that workers get.
     """
 
     def __init__(
@@ -50,78 +64,98 @@ class ForkServer:
         modules: Sequence[str],
         gc_threshold: Sequence[int],
     ) -> None:
-        self.is_orphan = False
-        """Whether the driver has ended."""
         self._pid = os.getpid()
         self._listener = listener
         self._control = control
         self._modules = modules
         self._gc_threshold = gc_threshold
+        self._deadline: float | None = None
+        """Of workers, once the driver has ended."""
         self._clients: dict[int, socket.socket] = {}
+        """By the process id of their fork."""
         self._selector = selectors.DefaultSelector()
         # A signal that arrives between two looks is read from here at the second.
         self._signals, self._wakes = socket.socketpair()
         self._wakes.setblocking(False)
 
     def serve(self) -> None:
-        """Serve until the driver ends; the kernel then ends what has been forked.
+        """Serve until the driver has ended, and then the workers, or their time is over.
 
-        Clients wait while backends are imported. If these leave what cannot be forked, they start
-        plain processes.
+        Clients wait while modules are imported. Where these leave what cannot be forked, no client
+        is answered any more, and starts a plain process.
         """
-        # It would go through modules, none of them garbage, and copy each page that it looks at.
-        gc.disable()
-        for name in self._modules:
-            import_module(name)
-        gc.freeze()
         signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        for source in (self._listener, self._signals, self._control):
+        # It would go through modules, none of them garbage, and copy each page that it looks at.
+        gc.disable()
+        self._listen()
+        for source in (self._signals, self._control):
             self._selector.register(source, selectors.EVENT_READ)
-        while True:
-            for key, _ in self._selector.select():
+        self._import(self._modules, import_module)
+        while self._deadline is None or (self._clients and monotonic() < self._deadline):
+            limit = None if self._deadline is None else max(0.0, self._deadline - monotonic())
+            for key, _ in self._selector.select(limit):
                 if key.fileobj is self._signals:
                     self._signals.recv(64)
                     self._reap()
                 elif key.fileobj is self._control:
-                    if not self._import():
-                        return
+                    self._read_control()
                 elif key.fileobj is self._listener:
                     self._fork()
                 elif isinstance(key.fileobj, socket.socket):
                     self._lose(key.fileobj)
 
-    def _import(self) -> bool:
-        """Import the backends that are asked for; return whether there is more to do."""
+    def _listen(self) -> None:
+        self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def _close_listener(self) -> None:
+        """Let clients that come, and those that wait, start plain processes."""
+        self._forget(self._listener)
+        self._listener.close()
+
+    def _read_control(self) -> None:
         names = self._control.recv(_MAX_NAMES_BYTES).decode().splitlines()
-        if not names:
-            self.is_orphan = True
-            return False
+        if names:
+            self._import(names, import_backend)
+            return
+        self._forget(self._control)
+        self._close_listener()
+        self._deadline = monotonic() + _ORPHAN_LIMIT_S
+
+    def _import(self, names: Sequence[str], import_one: Callable[[str], object]) -> None:
+        """Import modules or backends, and go on listening if forks can be made after that."""
         for name in names:
             try:
-                import_backend(name)
+                with _printing_nothing():
+                    import_one(name)
             except Exception as error:
                 # Of whatever kind: the driver imports it as well, and reports this.
                 logger.debug("the fork server does without %s: %s", name, error)
         gc.freeze()
-        obstacle = obstacle_to_forks()
-        if obstacle is None and _fork_lacks_cuda():
-            obstacle = f"an import of {', '.join(names)} has looked for CUDA"
+        obstacle = obstacle_to_forks(max_threads=1)
         if obstacle is not None:
             logger.info("workers are started without a fork server: %s", obstacle)
-        return obstacle is None
+            self._close_listener()
 
     def _fork(self) -> None:
-        client, _ = self._listener.accept()
-        client.settimeout(_REQUEST_LIMIT_S)
+        files: list[int] = []
         try:
-            pid, files, request = _receive(client)
+            client, _ = self._listener.accept()
+        except OSError as error:
+            logger.warning("the fork server has lost a client: %s", error)
+            return
+        try:
+            client.settimeout(_REQUEST_LIMIT_S)
+            pid = _checked_peer(client)
+            request = _receive(client, files)
+            forked = os.fork()
         except (OSError, ValueError) as error:
-            # It has ended, or its program's user is another.
-            logger.warning("the fork server refuses a client: %s", error)
+            # It has ended, is of another user, or there is no memory for a fork.
+            logger.warning("a worker is started without the fork server: %s", error)
+            for file in files:
+                os.close(file)
             client.close()
             return
-        forked = os.fork()
         if not forked:
             try:
                 self._become(client, pid, files, request)
@@ -143,39 +177,46 @@ class ForkServer:
         self, client: socket.socket, pid: int, files: Sequence[int], request: dict[str, Any]
     ) -> NoReturn:
         """Be, in the fork, the process that the client stands for."""
-        end_with_parent(self._pid)
+        _end_with_parent(self._pid)
         # Ray ends the process group of a worker that has died.
         os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         # The fork has copies of all that the server holds, and is no end of these connections.
         self._selector.close()
         own = (self._listener, self._control, self._signals, self._wakes)
         for each in (client, *own, *self._clients.values()):
             each.close()
-        for number, file in enumerate(files):
+        # None has a number that another is to have.
+        moved = [fcntl(file, F_DUPFD_CLOEXEC, _NUM_FILES) for file in files]
+        for file in files:
+            os.close(file)
+        for number, file in enumerate(moved):
             os.dup2(file, number)
             os.close(file)
         _take_over(pid, request)
         gc.set_threshold(*self._gc_threshold)
         gc.enable()
-        run_program(request["arguments"])
+        _run_script(request["arguments"])
 
     def _reap(self) -> None:
         """Report the ends of forks."""
-        while self._clients:
-            forked, status = os.waitpid(-1, os.WNOHANG)
+        while True:
+            try:
+                forked, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
             if not forked:
                 return
-            client = self._clients.pop(forked)
+            client = self._clients.pop(forked, None)
+            if client is None:  # what an import has started
+                continue
             code = os.waitstatus_to_exitcode(status)
             try:
                 client.sendall(code.to_bytes(4, "big", signed=True))
             except OSError:
                 logger.debug("the client of the fork %d has ended before it", forked)
-            if client in self._selector.get_map():
-                self._selector.unregister(client)
+            self._forget(client)
             client.close()
 
     def _lose(self, client: socket.socket) -> None:
@@ -183,54 +224,116 @@ class ForkServer:
         for forked, other in self._clients.items():
             if other is client:
                 os.kill(forked, signal.SIGKILL)
-        if client in self._selector.get_map():
-            self._selector.unregister(client)
+                self._forget(client)
+
+    def _forget(self, source: socket.socket) -> None:
+        # Closed ones have no number; others may never have been looked at.
+        if source.fileno() >= 0 and source in self._selector.get_map():
+            self._selector.unregister(source)
 
 
-def obstacle_to_forks() -> str | None:
-    """Return why this process cannot be forked; None if it can be."""
+@contextlib.contextmanager
+def _printing_nothing() -> Iterator[None]:
+    """Keep what libraries print to their importers off the driver's terminal.
+
+    Not by other objects in `sys`: loggers would keep these.
+    """
+    flush_standard_files()
+    with open(os.devnull, "w") as nothing, contextlib.ExitStack() as restoring:
+        for number in (1, 2):
+            kept = os.dup(number)
+            restoring.callback(os.close, kept)
+            restoring.callback(os.dup2, kept, number)
+            os.dup2(nothing.fileno(), number)
+        restoring.callback(flush_standard_files)
+        yield
+
+
+def obstacle_to_forks(*, max_threads: int | None = None) -> str | None:
+    """Return why forks of this process could not be workers; None if they can.
+
+    Args:
+        max_threads: Threads of any library that there may be. None: threads of Python alone count.
+    """
     if threading.active_count() > 1:
         return f"{threading.active_count()} threads run"
+    num_threads = len(os.listdir("/proc/self/task"))
+    if max_threads is not None and num_threads > max_threads:
+        return f"{num_threads} threads of libraries run"
+    if None in (sys.stdin, sys.stdout, sys.stderr):
+        # Sockets would get its number.
+        return "a standard file is closed"
     if "ray" in sys.modules:
         return "Ray has been imported, and has read the environment"
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    if cuda is not None and (cuda.is_initialized() or cuda._is_in_bad_fork()):
-        return "CUDA has been initialised"
+    if _has_used_cuda():
+        return "CUDA has been initialised, or has counted its devices"
     return None
 
 
-def _fork_lacks_cuda() -> bool:
-    """Return whether a fork of this process could not initialise CUDA.
+def _has_used_cuda() -> bool:
+    """Return whether this process has initialised CUDA's driver, which is of no use in a fork then.
 
-    CUDA's driver, once it has counted the devices, is of no use in a fork. torch remembers that
-    where it counts, but shows it in forks alone.
+    torch remembers that it has, also where it has counted devices alone, but shows it in forks. Of
+    other libraries the device file that CUDA opens tells.
     """
+    files = Path("/proc/self/fd")
+    for number in os.listdir(files):
+        with contextlib.suppress(FileNotFoundError):  # that of the list itself
+            if os.readlink(files / number) == "/dev/nvidia-uvm":
+                return True
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is None:
         return False
-    forked = os.fork()
+    forked = fork_quietly()
     if not forked:
         os._exit(int(cuda._is_in_bad_fork()))
-    return os.waitpid(forked, 0)[1] != 0
+    try:
+        status = os.waitpid(forked, 0)[1]
+    except ChildProcessError:
+        # Who ignores SIGCHLD, which is inherited, is left no status, and so does not know.
+        return True
+    return status != 0
 
 
-def end_with_parent(parent: int) -> None:
+def fork_quietly() -> int:
+    """Fork, without Python's warning of threads: OpenBLAS has some, and ends them before a fork."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def _end_with_parent(parent: int) -> None:
     """Have the kernel end this process, which was just forked, with its parent."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
-def _receive(client: socket.socket) -> tuple[int, list[int], dict[str, Any]]:
-    """Return a client's process id, its standard files and its request."""
+def _checked_peer(client: socket.socket) -> int:
+    """Return a client's process id.
+
+    Raises:
+        ValueError: It is another user's.
+    """
     credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     pid, user, _ = array.array("i", credentials)
     if user != os.getuid():
-        raise ValueError(f"its user is {user}, not {os.getuid()}")
-    files = array.array("i")
-    size, ancillary, _, _ = client.recvmsg(4, socket.CMSG_LEN(_NUM_FILES * files.itemsize))
+        raise ValueError(f"the user of a client is {user}, not {os.getuid()}")
+    return pid
+
+
+def _receive(client: socket.socket, files: list[int]) -> dict[str, Any]:
+    """Return a client's request, and append its standard files, also where it has no end.
+
+    Raises:
+        ValueError: It is cut off, or no JSON.
+        OSError: The client has ended, or sends nothing.
+    """
+    received = array.array("i")
+    size, ancillary, _, _ = client.recvmsg(4, socket.CMSG_LEN(_NUM_FILES * received.itemsize))
     for _, _, data in ancillary:
-        files.frombytes(data)
+        received.frombytes(data)
+    files.extend(received)
     wanted = int.from_bytes(size, "big")
     request = bytearray()
     while len(request) < wanted:
@@ -239,18 +342,26 @@ def _receive(client: socket.socket) -> tuple[int, list[int], dict[str, Any]]:
             break
         request += part
     if len(files) != _NUM_FILES or not wanted or len(request) < wanted:
-        for file in files:
-            os.close(file)
-        raise ValueError(f"{len(request)} bytes of {wanted}, with {len(files)} files")
-    return pid, list(files), json.loads(bytes(request))
+        raise ValueError(f"a client sent {len(request)} bytes of {wanted}, and {len(files)} files")
+    return json.loads(bytes(request))
 
 
 def _take_over(pid: int, request: dict[str, Any]) -> None:
-    """Take over what a process inherits from the one that starts it."""
+    """Take over what a process inherits from the one that starts it, from a client."""
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
+    os.umask(request["umask"])
     os.nice(max(0, request["niceness"] - os.nice(0)))
+    os.sched_setaffinity(0, os.sched_getaffinity(pid))
+    for name in filter(lambda each: each.startswith("RLIMIT_"), dir(resource)):
+        limit = getattr(resource, name)
+        # Of a limit that the kernel does not have, or that was raised by the superuser.
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(limit, resource.prlimit(pid, limit))
+    for number in _SIGNALS:
+        handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in request["ignored"] else handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
     try:
         # Ray has the kernel end its workers first where memory runs out.
@@ -264,30 +375,36 @@ def _take_over(pid: int, request: dict[str, Any]) -> None:
         numpy.random.seed()
 
 
-def run_program(arguments: Sequence[str]) -> NoReturn:
+def _run_script(arguments: Sequence[str]) -> NoReturn:
     """Run a script as `python SCRIPT ARGUMENTS` does, and end the process as that ends."""
     sys.argv = list(arguments)
-    sys.path[0] = str(Path(arguments[0]).parent)
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(arguments[0]).parent)
     status = 0
     try:
         runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as end:
-        if isinstance(end.code, str):
-            sys.stderr.write(f"{end.code}\n")
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if end.code is not None and not isinstance(end.code, int):
+            sys.stderr.write(f"{end.code}\n")
     except BaseException:
         traceback.print_exc()
         status = 1
-    leave(status)
+    _leave(status)
 
 
-def leave(status: int) -> NoReturn:
-    """End a forked process, without going back to what the process it was forked from does."""
+def _leave(status: int) -> NoReturn:
+    """End a fork with Python's own last steps, but not with those of the stack that it is on."""
     try:
-        # Python's own last steps, in its order, as `multiprocessing` takes them for its forks.
+        # In Python's order, as `multiprocessing` takes them for its forks.
         threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
         atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_standard_files()
     finally:
         os._exit(status)
+
+
+def flush_standard_files() -> None:
+    """Write what is buffered."""
+    for file in (sys.stdout, sys.stderr):
+        file.flush()

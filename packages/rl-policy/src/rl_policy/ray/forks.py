@@ -8,7 +8,7 @@ that nobody writes to are shared.
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import logging
 import os
 import shlex
@@ -18,78 +18,85 @@ import socket
 import sys
 import tempfile
 import traceback
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
-from rl_policy.ray.fork_server import ForkServer, leave, obstacle_to_forks
+from rl_policy.ray.fork_server import (
+    ForkServer,
+    flush_standard_files,
+    fork_quietly,
+    obstacle_to_forks,
+)
 
 logger = logging.getLogger(__name__)
 
-# The kernel's limit of a socket's path is 108 bytes.
-_MAX_FOLDER_BYTES = 90
+_PREFIX, _ADDRESS = "rl-fork-", "server"
+# Of a socket's path the kernel takes 107 bytes; `mkdtemp` adds eight to the prefix.
+_MAX_PARENT_BYTES = 107 - len(f"/{_PREFIX}12345678/{_ADDRESS}")
 _NVML_SETTING = "PYTORCH_NVML_BASED_CUDA_CHECK"
+_SIGNALS_OF_A_TERMINAL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PLAIN = "workers are started without a fork server: %s"
 
 
-class _Forks:
-    """The fork server of this process."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Server:
+    """A fork server of this process."""
 
-    def __init__(self) -> None:
-        self.python: str | None = None
-        """What Ray starts workers with; None: there is no server."""
-        self.control: socket.socket | None = None
-        """The driver's end: names of backends to import, a line each. Its end is the server's."""
+    pid: int
+    folder: Path
+    """Of this user alone: the server's socket, and the client."""
+    control: socket.socket
+    """Takes names of backends to import, a line each. To close it ends the server."""
+
+    @property
+    def python(self) -> str:
+        """What Ray starts workers with."""
+        return str(self.folder / "python")
+
+    def end(self) -> None:
+        """End the server, and remove what it has used. Idempotent."""
+        self.control.close()
+        # It may be importing. What it has forked ends with it, and Ray has ended before.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        # Who ignores SIGCHLD, which is inherited, is left no status.
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
-_FORKS = _Forks()
+class _Current:
+    """What Ray's workers are started with now."""
+
+    server: _Server | None = None
+    """None: plain processes."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def forked_workers(
     shared: Sequence[str], ahead: Sequence[str], *, gc_threshold: Sequence[int]
 ) -> Iterator[None]:
     """Let a Ray that is started within the context fork its workers from a copy of this process.
 
-    Where this process cannot be forked (it runs threads, has imported Ray, or has initialised CUDA)
-    they are started as ever, and so they are outside Linux.
+    Workers are plain processes where this one cannot be forked, as it runs threads, has imported
+    Ray, or has used CUDA; outside Linux; and where a socket or a process cannot be had.
 
     Args:
         shared: Names of modules that both need: they are imported before the copy is made.
         ahead: Names of modules that the copy imports at once, while this process goes on.
-        gc_threshold: That of the garbage collector in workers.
+        gc_threshold: The garbage collector's threshold that workers get.
     """
     with _counting_devices_by_nvml():
         for name in shared:
             import_module(name)
-    obstacle = "forks are for Linux" if sys.platform != "linux" else obstacle_to_forks()
-    if obstacle is not None:
-        logger.debug("workers are started without a fork server: %s", obstacle)
+    _Current.server = _start(ahead, gc_threshold)
+    try:
         yield
-        return
-    with _folder() as folder:
-        client = _write_client(folder)
-        if not os.access(client, os.X_OK):
-            logger.debug("workers are started without a fork server: %s is not executable", client)
-            yield
-            return
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(folder / "server"))
-            listener.listen(128)
-            server, control = _fork_server(
-                listener, folder, modules=ahead, gc_threshold=gc_threshold
-            )
-        _FORKS.python, _FORKS.control = str(client), control
-        try:
-            yield
-        finally:
-            _FORKS.python = _FORKS.control = None
-            control.close()
-            # It may be importing. What it has forked ends with it, and Ray has ended before.
-            os.kill(server, signal.SIGKILL)
-            os.waitpid(server, 0)
+    finally:
+        stop_forking()
 
 
 def import_ahead(backends: Sequence[str]) -> None:
@@ -98,20 +105,22 @@ def import_ahead(backends: Sequence[str]) -> None:
     Args:
         backends: Their names.
     """
-    if _FORKS.control is None:
+    if _Current.server is None:
         return
     try:
-        _FORKS.control.sendall("".join(f"{name}\n" for name in backends).encode())
+        _Current.server.control.sendall("".join(f"{name}\n" for name in backends).encode())
     except BrokenPipeError:
-        logger.debug("the fork server has ended: workers start as plain processes")
+        logger.debug(_PLAIN, "it has ended")
 
 
 def stop_forking() -> None:
-    """Let a Ray that is started from now on start its workers as plain processes."""
-    _FORKS.python = None
+    """End the fork server, if there is one: workers are plain processes from now on."""
+    server, _Current.server = _Current.server, None
+    if server is not None:
+        server.end()
 
 
-@contextmanager
+@contextlib.contextmanager
 def forking_executable() -> Iterator[None]:
     """Let a Ray that is started inside start its workers by the fork server, if there is one.
 
@@ -119,14 +128,15 @@ def forking_executable() -> Iterator[None]:
     that would not first start a plain one.
     """
     executable = sys.executable
-    sys.executable = _FORKS.python or executable
+    if _Current.server is not None:
+        sys.executable = _Current.server.python
     try:
         yield
     finally:
         sys.executable = executable
 
 
-@contextmanager
+@contextlib.contextmanager
 def _counting_devices_by_nvml() -> Iterator[None]:
     """Let torch count GPUs without CUDA's driver, which no fork could use after that."""
     before = os.environ.get(_NVML_SETTING)
@@ -135,69 +145,102 @@ def _counting_devices_by_nvml() -> Iterator[None]:
         yield
     finally:
         if before is None:
-            del os.environ[_NVML_SETTING]
+            os.environ.pop(_NVML_SETTING, None)
 
 
-@contextmanager
-def _folder() -> Iterator[Path]:
-    """Yield a folder of this user alone, whose path is short enough for a socket."""
-    place = tempfile.gettempdir()
-    if len(os.fsencode(place)) > _MAX_FOLDER_BYTES:
-        place = "/tmp"
-    folder = Path(tempfile.mkdtemp(prefix="rl-fork-", dir=place))
+def _start(modules: Sequence[str], gc_threshold: Sequence[int]) -> _Server | None:
+    """Return a server that was forked from this process; None where there can be none."""
+    obstacle = "forks are for Linux" if sys.platform != "linux" else obstacle_to_forks()
+    if obstacle is not None:
+        logger.debug(_PLAIN, obstacle)
+        return None
+    folder = None
     try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        folder = _make_folder()
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(folder / _ADDRESS))
+            listener.listen(128)
+            return _fork_server(listener, folder, modules=modules, gc_threshold=gc_threshold)
+    except OSError as error:
+        # No place for a socket or a program, or no memory for a process.
+        logger.debug(_PLAIN, error)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        return None
 
 
-def _write_client(folder: Path) -> Path:
-    """Write a program that takes the arguments of a Python."""
+def _make_folder() -> Path:
+    """Return a folder of this user alone, with the program that Ray takes for its Python.
+
+    Raises:
+        OSError: Nothing can be written, or run, where temporary files are.
+    """
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) > _MAX_PARENT_BYTES:
+        parent = "/tmp"
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
     client = folder / "python"
     command = [sys.executable, "-IS", str(Path(__file__).with_name("fork_client.py"))]
-    command.append(str(folder / "server"))
+    command.append(str(folder / _ADDRESS))
     client.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
     client.chmod(0o700)
-    return client
+    if not os.access(client, os.X_OK):
+        shutil.rmtree(folder, ignore_errors=True)
+        raise PermissionError(f"{parent} is mounted noexec")
+    return folder
 
 
 def _fork_server(
     listener: socket.socket, folder: Path, *, modules: Sequence[str], gc_threshold: Sequence[int]
-) -> tuple[int, socket.socket]:
-    """Return the process id of a server that was forked from this process, and its control."""
+) -> _Server:
     # What is buffered would be written by both.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_standard_files()
     control, received = socket.socketpair()
-    with warnings.catch_warnings():
-        # From Python 3.12 on, of threads: OpenBLAS has some, and ends its own before a fork.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        server = os.fork()
-    if not server:
-        control.close()
-        made = ForkServer(listener, control=received, modules=modules, gc_threshold=gc_threshold)
-        _be_server(made, folder)
-    received.close()
-    return server, control
+    # A Ctrl-C at this moment would be raised in both, and the server go on as a second driver.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_OF_A_TERMINAL)
+    try:
+        pid = fork_quietly()
+        if not pid:
+            _be_server(
+                lambda: ForkServer(
+                    listener, control=received, modules=modules, gc_threshold=gc_threshold
+                ),
+                folder,
+                control=control,
+                blocked=blocked,
+            )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        received.close()
+    return _Server(pid=pid, folder=folder, control=control)
 
 
-def _be_server(server: ForkServer, folder: Path) -> NoReturn:
+def _be_server(
+    make: Callable[[], ForkServer],
+    folder: Path,
+    *,
+    control: socket.socket,
+    blocked: Iterable[int],
+) -> NoReturn:
     """Serve, in the fork, until the driver ends."""
     try:
-        # Functions that the driver has registered are for its own end.
-        atexit._clear()
-        # A Ctrl-C in a terminal is for the driver, which ends the server.
+        control.close()
+        # They are for the driver, which ends the server. It is no part of the driver's terminal.
+        for number in _SIGNALS_OF_A_TERMINAL:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         os.setsid()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         empty = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(empty, 0)
-        os.close(empty)
+        if empty:
+            os.dup2(empty, 0)
+            os.close(empty)
         with _counting_devices_by_nvml():
-            server.serve()
-        if server.is_orphan:
-            shutil.rmtree(folder, ignore_errors=True)
+            make().serve()
+        shutil.rmtree(folder, ignore_errors=True)
     except BaseException:
         # Clients that the server does not answer start plain processes.
         traceback.print_exc()
     finally:
-        leave(0)
+        # What runs at Python's end is for the driver's.
+        flush_standard_files()
+        os._exit(0)

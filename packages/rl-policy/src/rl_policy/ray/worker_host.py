@@ -229,10 +229,13 @@ def _keep_off_terminal() -> None:
     """
     if "HF_HUB_DISABLE_PROGRESS_BARS" not in os.environ:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-        # Read when it is imported, which another module may have done.
+        # Read when they are imported, which a fork of a process with imports has done.
         hub = sys.modules.get("huggingface_hub.utils")
         if hub is not None:
             hub.disable_progress_bars()
+        transformers_logging = sys.modules.get("transformers.utils.logging")
+        if transformers_logging is not None:
+            transformers_logging.disable_progress_bar()
     if "PYTHONWARNINGS" not in os.environ:
         # For processes that this one starts, and for itself.
         os.environ["PYTHONWARNINGS"] = "ignore::FutureWarning"
