@@ -2,8 +2,10 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,7 +210,7 @@ def test_forks_draw_other_numbers(worker):
         "import sys\nfrom random import random\nnumpy = sys.modules['numpy']\n"
         "print(numpy.random.random(), random())"
     )
-    with driver_with(before="import numpy") as driver:
+    with driver_with(before="import numpy.random") as driver:
         drawn = [run(driver.python, script).stdout.split() for _ in range(2)]
     assert len({*drawn[0], *drawn[1]}) == 4
 
@@ -232,7 +234,9 @@ def test_limits_are_those_of_the_client(driver, worker):
 def test_what_is_to_be_removed_at_the_end_is(worker):
     # The first of its kind has Python run all of them at the end, which is before the fork here.
     before = "import tempfile; first = tempfile.TemporaryDirectory()"
-    script = worker("import tempfile\nkept = tempfile.TemporaryDirectory()\nprint(kept.name)")
+    script = worker(
+        "import sys, tempfile\nsys.kept = tempfile.TemporaryDirectory()\nprint(sys.kept.name)"
+    )
     with driver_with(before=before) as driver:
         ended = run(driver.python, script)
         assert ended.stdout, ended.stderr
@@ -242,15 +246,14 @@ def test_what_is_to_be_removed_at_the_end_is(worker):
 def test_a_fork_and_its_client_that_end_at_once_are_no_end_of_others(worker, wait_until_gone):
     script = worker(_WAITS)
     with driver_with() as driver, waiting(driver, script) as (_, other):
-        server = driver.server
-        with waiting(driver, script) as (client, fork):
-            # It sees both ends at one look.
-            os.kill(server, signal.SIGSTOP)
+        with waiting(driver, script) as (client, fork), socket.socket(socket.AF_UNIX) as stalled:
+            # The server waits for what this one asks for, and sees both ends at its next look.
+            stalled.connect(str(driver.folder / "server"))
+            time.sleep(0.2)
             os.kill(fork, signal.SIGKILL)
+            wait_until_gone([fork])
             client.kill()
             client.wait(timeout=_LIMIT_S)
-            os.kill(server, signal.SIGCONT)
-            wait_until_gone([fork])
         assert json.loads(run(driver.python, worker(_FACTS), input="").stdout)["imported"]
         assert not is_gone(other)
 

@@ -369,10 +369,10 @@ def _take_over(pid: int, request: dict[str, Any]) -> None:
         Path("/proc/self/oom_score_adj").write_text(score)
     except OSError as error:
         logger.debug("oom_score_adj stays as it is: %s", error)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
         # Forks would draw the same numbers. Python's own generator is seeded anew by itself.
-        numpy.random.seed()
+        numpy_random.seed()
 
 
 def _run_script(arguments: Sequence[str]) -> NoReturn:
