@@ -24,7 +24,6 @@ from rl_policy.losses.advantages import (
     whiten,
 )
 from rl_policy.losses.distillation import DistillationLoss
-from rl_policy.losses.likelihood import NLLLoss
 from rl_policy.losses.policy_gradient import (
     ClippedPGLoss,
     Clipping,
@@ -34,6 +33,7 @@ from rl_policy.losses.policy_gradient import (
     estimate_kl,
 )
 from rl_policy.losses.preference import ROWS_PER_PAIR, DPOLoss, PreferenceLoss
+from rl_policy.losses.reduction import NLLLoss
 from rl_policy.losses.value import ValueLoss
 
 __all__ = [
