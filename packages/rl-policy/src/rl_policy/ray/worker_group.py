@@ -26,15 +26,16 @@ from rl_policy.ray.failures import (
 )
 from rl_policy.ray.hosts import (
     GroupKind,
+    HostedWorker,
     SpareHosts,
     call_in_lane,
     call_on_rows,
     call_worker,
     create_host,
+    rank_environments,
 )
 from rl_policy.ray.objects import BatchStore, unpack_result
 from rl_policy.ray.sharding import DATA_AXIS, NamedSharding
-from rl_policy.ray.worker_host import HostedWorker, rank_environments
 
 if TYPE_CHECKING:
     from rl_batched_data import BatchedDataDict

@@ -3,7 +3,7 @@ import os
 import pytest
 import torch
 from rl_policy.ray.cluster import rank_bundles
-from rl_policy.ray.worker_host import Placement, WorkerHost, rank_environments
+from rl_policy.ray.hosts import Placement, WorkerHost, rank_environments
 
 
 def environments(placements, omp_num_threads=None):
