@@ -13,7 +13,7 @@ import torch
 
 from rl_refit.digest import digest_of_all
 from rl_refit.ends.inbound import InboundStream, LiveWeights, Load
-from rl_refit.ends.session import Connector, Session, require_message
+from rl_refit.ends.session import Connector, Session
 from rl_refit.errors import PlanMismatchError, RefitError
 from rl_refit.protocol import State, WeightVersion
 from rl_refit.protocol.channel import (
@@ -24,6 +24,7 @@ from rl_refit.protocol.channel import (
     Ready,
     Start,
     raise_failure,
+    require_message,
 )
 from rl_refit.protocol.endpoint import remove_remains
 from rl_refit.protocol.waiting import Closing, Deadline

@@ -22,6 +22,7 @@ from rl_refit.protocol.channel import (
     Message,
     Offer,
     raise_failure,
+    require_message,
 )
 from rl_refit.protocol.endpoint import connect, dial
 from rl_refit.protocol.waiting import Deadline, join_transport
@@ -231,11 +232,3 @@ class Connector:
             listed = "; ".join(found[:_MOST_DIFFERENCES]) + (f"; {more} more" if more > 0 else "")
             raise PlanMismatchError(f"the sender's tensors differ: {listed}", rank=self._rank)
         return plan
-
-
-def require_message(due: Message, message: Message, *, rank: int) -> None:
-    """Raise `RefitError` unless `message` equals `due`; a `Failure` raises the error it reports."""
-    if isinstance(message, Failure):
-        raise_failure(message, origin="the sender")
-    if message != due:
-        raise RefitError(f"{type(message).__name__} arrived where {due} was due", rank=rank)

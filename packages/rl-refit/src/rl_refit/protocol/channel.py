@@ -247,6 +247,14 @@ def raise_failure(failure: Failure, *, origin: str) -> NoReturn:
     )
 
 
+def require_message(due: Message, message: Message, *, rank: int) -> None:
+    """Raise `RefitError` unless the sender's message is `due`; a `Failure` raises its error."""
+    if isinstance(message, Failure):
+        raise_failure(message, origin="the sender")
+    if message != due:
+        raise RefitError(f"{type(message).__name__} arrived where {due} was due", rank=rank)
+
+
 class ChannelClosed(ConnectionError):
     """The other side has closed the connection."""
 
