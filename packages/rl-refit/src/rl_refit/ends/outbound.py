@@ -12,7 +12,7 @@ import math
 import selectors
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -370,7 +370,8 @@ class OutboundStream:
     def run(self, tensors: NamedTensors) -> None:
         """Send every bucket; return when all receivers have loaded all of them."""
         watch = self.watch
-        with search_threads() as self._each:
+        searching = search_threads() if self.delta else nullcontext(map)
+        with searching as self._each:
             for bucket in self.plan.buckets[self.first_bucket :]:
                 filled = self.fill(bucket, tensors)
                 self.digests.append(filled.digest)
