@@ -10,7 +10,7 @@ from oracle import load
 from rl_dtensor_worker.model.convert import Reversal
 from rl_dtensor_worker.weights import ModelWeights
 from rl_refit import block_fp8
-from rl_refit.source import block_of
+from rl_refit.plan import block_of
 from safetensors.torch import load_file
 from tiny_model import build_tiny_model, make_config
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -183,10 +183,3 @@ def test_it_has_all_that_vllm_asks_of_a_source():
     ):
         assert names == other_names
         assert all(torch.equal(a, b) for a, b in zip(tensors, other_tensors, strict=True))
-
-
-def test_layers_are_identified_by_their_number():
-    assert block_of("model.layers.13.mlp.up_proj.weight") == "model.layers.13."
-    assert block_of("transformer.h.0.attn.bias") == "transformer.h.0."
-    assert block_of("model.layers.1.experts.7.w1.weight") == "model.layers.1."
-    assert block_of("lm_head.weight") == block_of("model.norm.weight") == ""

@@ -6,7 +6,7 @@ import torch
 from rl_interfaces.backend.checkpoint.hf_files import plan_files
 from rl_megatron_worker.convert.mappings import StackedExpert
 from rl_megatron_worker.weights import MegatronWeights
-from rl_refit.source import block_of
+from rl_refit.plan import block_of
 from safetensors.torch import load_file
 from tiny_models import KINDS, WITH_EXPERTS, build_tiny, build_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig

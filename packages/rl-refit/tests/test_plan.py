@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rl_refit import RefitPlan, TensorSpec
 from rl_refit.buffers import RUN_BYTES, group_runs
-from rl_refit.plan import ALIGNMENT, WirePlan, differences, layer_of
+from rl_refit.plan import ALIGNMENT, WirePlan, block_of, differences, layer_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8]
 SHAPES = st.lists(st.integers(0, 40), max_size=2).map(tuple)
@@ -178,15 +178,16 @@ def test_layers_stay_together_as_in_the_example():
 
 
 @pytest.mark.parametrize(
-    ("name", "layer"),
+    ("name", "layer", "block"),
     [
-        ("model.layers.3.mlp.experts.5.up.weight", "model.layers.3"),
-        ("lm_head.weight", "lm_head"),
-        ("scale", "scale"),
+        ("model.layers.3.mlp.experts.5.up.weight", "model.layers.3", "model.layers.3."),
+        ("transformer.h.13.attn.bias", "transformer.h.13", "transformer.h.13."),
+        ("lm_head.weight", "lm_head", ""),
+        ("scale", "scale", ""),
     ],
 )
-def test_the_layer_of_a_name(name, layer):
-    assert layer_of(name) == layer
+def test_the_layer_and_the_block_of_a_name(name, layer, block):
+    assert (layer_of(name), block_of(name)) == (layer, block)
 
 
 def test_what_cannot_be_planned_is_refused():

@@ -22,8 +22,9 @@ from rl_interfaces.backend.transfer import (
 )
 from rl_refit import block_fp8
 from rl_refit.adapters import DOWN, UP
+from rl_refit.plan import block_of
 from rl_refit.resharding import Shard, local_shards
-from rl_refit.source import WeightMeta, block_of
+from rl_refit.source import WeightMeta
 
 from rl_dtensor_worker.model.convert import plan_reversals
 from rl_dtensor_worker.model.lora import (

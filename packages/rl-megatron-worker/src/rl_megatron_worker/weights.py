@@ -22,8 +22,9 @@ from rl_interfaces.backend.transfer import (
     check_names,
     overlap_gathers,
 )
+from rl_refit.plan import block_of
 from rl_refit.resharding import Box, Shard
-from rl_refit.source import WeightMeta, block_of
+from rl_refit.source import WeightMeta
 
 from rl_megatron_worker.model.load import held_parameters, place_of
 

@@ -59,6 +59,17 @@ def layer_of(name: str) -> str:
     return numbered.group(1) if numbered else name.rpartition(".")[0] or name
 
 
+def block_of(name: str) -> str:
+    """Return the prefix that the names of one repeated block share, "" for all other names.
+
+    A worker gathers a block at a time, as the trainer's side of vLLM's own engines does.
+
+    Example: "model.layers.3.mlp.up_proj.weight" -> "model.layers.3."
+    """
+    numbered = _NUMBERED_LAYER.match(name)
+    return numbered.group() if numbered else ""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Name, wire dtype and full shape of one tensor."""

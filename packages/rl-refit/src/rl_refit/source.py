@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
@@ -11,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-_BLOCK = re.compile(r"^.*?\.\d+\.")
+from rl_refit.plan import block_of
 
 _EXTRA_STATE = "_extra_state"
 """The last part of the name under which a state dict has what `get_extra_state` returns."""
@@ -210,14 +209,3 @@ class ModuleSource(BlockwiseSource):
 
     def _wire_dtype(self, tensor: torch.Tensor) -> torch.dtype:
         return self._dtype if self._dtype and tensor.is_floating_point() else tensor.dtype
-
-
-def block_of(name: str) -> str:
-    """Return the prefix that the names of one repeated block share, "" for all other names.
-
-    A worker gathers a block at a time, as the trainer's side of vLLM's own engines does.
-
-    Example: "model.layers.3.mlp.up_proj.weight" -> "model.layers.3."
-    """
-    match = _BLOCK.match(name)
-    return match.group() if match else ""
