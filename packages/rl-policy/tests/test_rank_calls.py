@@ -1,7 +1,8 @@
 import pytest
 import torch.distributed as dist
 from ray.exceptions import ActorDiedError, RayTaskError
-from rl_policy.ray.failures import Outcome, WorkerDiedError, root_failure, to_exception
+from rl_policy.ray.failures import WorkerDiedError, root_failure, to_exception
+from rl_policy.ray.hosts import Outcome
 
 GLOO_ERROR = (
     "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] "
@@ -26,7 +27,7 @@ def raised(cause):
     ],
 )
 def test_the_failure_behind_the_others_is_found(failures, root):
-    assert root_failure(Outcome(failures=failures)) == root
+    assert root_failure(failures) == root
 
 
 def test_ranks_that_all_raised_are_idle():

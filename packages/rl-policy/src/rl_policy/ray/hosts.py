@@ -1,4 +1,4 @@
-"""The actor of one rank: its process and its worker, and how the driver starts and calls it.
+"""The actors of ranks: their process and worker, and how the driver starts, calls and awaits them.
 
 One whose group has ended in order is kept for a group of the same kind that follows.
 """
@@ -14,7 +14,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
@@ -23,12 +24,18 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rl_interfaces.backend.runtime import ReservedPort
 
+from rl_policy.ray.failures import is_death
 from rl_policy.ray.objects import RowsOfRank, pack_result, take_rows
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
     from rl_batched_data import BatchedDataDict
 
+# How long the other ranks have to fail too, once one has: long enough for Ray to notice the death
+# that made a peer's connection break.
+GRACE_S = 3.0
+# How much later than the first a rank may finish to be taken with it.
+_TOGETHER_S = 0.01
 # One number, or one per level of nested parallelism.
 _THREADS = re.compile(r"[1-9]\d*(,[1-9]\d*)*")
 
@@ -373,3 +380,66 @@ def call_on_rows(
     places = pickle.dumps((rows.plan, rows.sources), protocol=5)
     # Ray replaces the references that are arguments by what they refer to, so none is in a tuple.
     return host.call_on_rows.remote(method, keep_result, arguments, places, *rows.blocks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """The results and failures of a call."""
+
+    results: dict[int, Any] = field(default_factory=dict)
+    """What each rank returned."""
+    failures: dict[int, Exception] = field(default_factory=dict)
+    """What Ray raised for each rank that failed."""
+    unfinished: list[int] = field(default_factory=list)
+    """Ranks that were still running when the wait ended."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every rank is alive and can take the next call."""
+        return not self.unfinished and not any(map(is_death, self.failures.values()))
+
+
+def wait_for_ranks(
+    refs: Sequence[ray.ObjectRef],
+    ranks: Sequence[int] | None = None,
+    *,
+    timeout_s: float | None = None,
+    grace_s: float = GRACE_S,
+) -> Outcome:
+    """Wait until all ranks have finished, or for `grace_s` after the first failure.
+
+    Args:
+        refs: The future of each rank's call, in rank order.
+        ranks: The rank of each of them. None: 0, 1, ...
+        timeout_s: Limit in seconds. None: as long as every rank is alive.
+        grace_s: Seconds that the other ranks have to finish once one has failed.
+    """
+    waiting = dict(zip(refs, range(len(refs)) if ranks is None else ranks, strict=True))
+    deadline = float("inf") if timeout_s is None else monotonic() + timeout_s
+    outcome = Outcome()
+    while waiting and (left := deadline - monotonic()) > 0:
+        ready, _ = ray.wait(list(waiting), num_returns=1, timeout=min(left, 1.0))
+        if ready and len(waiting) > 1:
+            # Those that finish together are taken together: one by one would be quadratic in ranks.
+            ready, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=_TOGETHER_S)
+        failed_before = len(outcome.failures)
+        _take(ready, waiting, outcome)
+        if len(outcome.failures) > failed_before:
+            deadline = min(deadline, monotonic() + grace_s)
+    outcome.unfinished.extend(waiting.values())
+    return outcome
+
+
+def _take(ready: list[ray.ObjectRef], waiting: dict[ray.ObjectRef, int], outcome: Outcome) -> None:
+    """Move what has finished from `waiting` to the outcome."""
+    ranks = [waiting.pop(ref) for ref in ready]
+    try:
+        results = ray.get(ready)
+    except Exception:  # of one of them, which is found one by one
+        for rank, ref in zip(ranks, ready, strict=True):
+            try:
+                outcome.results[rank] = ray.get(ref)
+            except Exception as error:  # any: `root_failure` decides which of them is raised
+                outcome.failures[rank] = error
+    else:
+        outcome.results.update(zip(ranks, results, strict=True))

@@ -16,23 +16,23 @@ from ray.exceptions import RayActorError
 
 from rl_policy.ray.cluster import RayVirtualCluster, bundle_nodes, rank_bundles
 from rl_policy.ray.failures import (
-    GRACE_S,
-    Outcome,
     WorkerDiedError,
     WorkerGroupError,
     root_failure,
     to_exception,
-    wait_for_ranks,
 )
 from rl_policy.ray.hosts import (
+    GRACE_S,
     GroupKind,
     HostedWorker,
+    Outcome,
     SpareHosts,
     call_in_lane,
     call_on_rows,
     call_worker,
     create_host,
     rank_environments,
+    wait_for_ranks,
 )
 from rl_policy.ray.objects import BatchStore, unpack_result
 from rl_policy.ray.sharding import DATA_AXIS, NamedSharding
@@ -430,7 +430,7 @@ class RayWorkerGroup:
             raise WorkerGroupError(f"{self.name} has ended: {self._failure}") from self._failure
 
     def _fail(self, outcome: Outcome, method: str) -> NoReturn:
-        rank = root_failure(outcome)
+        rank = root_failure(outcome.failures)
         error = to_exception(outcome.failures[rank], rank=rank, group=self.name, method=method)
         others = sorted(set(outcome.failures) - {rank})
         if others:
