@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -26,7 +27,7 @@ from rl_dtensor_worker.forward import (
     ValueForward,
     forward_of_head,
 )
-from rl_dtensor_worker.layout import ParallelContext
+from rl_dtensor_worker.layout import ParallelContext, check_same_media
 from rl_dtensor_worker.model.build import build_model, empty_model
 from rl_dtensor_worker.model.dropout import disable_dropout, dropout_restored
 from rl_dtensor_worker.model.lora import (
@@ -383,14 +384,16 @@ class DTensorEngine:
                 f"policy.head={head!r} gives scores: use a loss whose input_type is "
                 "LossInput.LOGITS, which gets them in place of logits"
             )
+        data_group = self.meshes.data["dp"].get_group()
         return EngineInfo(
             device=self._device,
-            data_group=self.meshes.data["dp"].get_group(),
+            data_group=data_group,
             vocab_size=text_config.vocab_size,
             wire_dtype=self.config.compute_dtype,
             max_sequence_length=longest_sequence(self.model),
             packing=self.parallel.concatenation(),
             lacks=lacks,
+            check_steps=partial(check_same_media, group=data_group, device=self._device),
         )
 
     def _checkpoint_format(self) -> TensorFormat:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from rl_batched_data import BatchedDataDict
     from rl_interfaces import AdamOptions, OptimizerStepOutputSpec, ParallelLayout, ScoreOutputSpec
-    from rl_interfaces.backend.steps import Step
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
@@ -270,12 +269,3 @@ class DTensorPolicyWorker(EngineWorker):
                 )
                 stack.enter_context(cp_context)
             yield
-
-    def _steps(self, data: BatchedDataDict, **options: Any) -> list[Step]:
-        """Also check media, before the first step changes anything."""
-        from rl_dtensor_worker.layout import check_same_media
-
-        steps = super()._steps(data, **options)
-        info = self._engine.info
-        check_same_media(steps, group=info.data_group, device=info.device)
-        return steps

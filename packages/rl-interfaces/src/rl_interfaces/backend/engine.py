@@ -67,6 +67,9 @@ class EngineInfo:
 
     The key `logprobs` refuses losses whose input is log-probabilities.
     """
+    check_steps: Callable[[Sequence[Step]], None] | None = None
+    """Raises on every rank if the engine cannot run the steps of a call. Called before the first of
+    them changes anything; collective. None: it runs any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

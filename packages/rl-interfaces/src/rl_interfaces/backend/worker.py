@@ -919,7 +919,7 @@ class EngineWorker:
         rows_per_group: int = 1,
     ) -> list[Step]:
         info = self._engine.info
-        return steps_of(
+        steps = steps_of(
             data,
             local_batch_size=local_batch_size,
             given=given,
@@ -930,6 +930,9 @@ class EngineWorker:
             device=info.device,
             rows_per_group=rows_per_group,
         )
+        if info.check_steps is not None:
+            info.check_steps(steps)
+        return steps
 
     def _rows_per_rank(self, gbs: int | None) -> int:
         num_ranks = dist.get_world_size(self._engine.info.data_group)
