@@ -1,7 +1,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rl_batched_data.padding import round_up
+from rl_batched_data.columns import round_up
 from rl_batched_data.sharding import DynamicBatching, plan_dynamic_shards
 
 EXAMPLE = [2, 8, 4, 16, 28, 32, 2, 32]

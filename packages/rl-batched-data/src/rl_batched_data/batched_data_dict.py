@@ -10,9 +10,8 @@ import torch
 from typing_extensions import TypeVar
 
 from rl_batched_data import columns
-from rl_batched_data.columns import Column, PackedTensor
+from rl_batched_data.columns import Column, PackedTensor, check_positive
 from rl_batched_data.packing.packed_sequences import PackedSequences
-from rl_batched_data.padding import check_positive
 from rl_batched_data.sharding import (
     DynamicBatching,
     DynamicBatchingArgs,

@@ -25,7 +25,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from rl_batched_data.padding import check_positive
+from rl_batched_data.columns import check_positive
 
 # Stands for -inf: a difference of two is finite, where -inf - -inf is NaN.
 _LOWEST = torch.finfo(torch.float32).min

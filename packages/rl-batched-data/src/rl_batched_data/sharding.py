@@ -14,10 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rl_batched_data.columns import Column
+from rl_batched_data.columns import Column, check_positive, round_up
 from rl_batched_data.packing.cost import SequenceCost
 from rl_batched_data.packing.packers import SequencePacker, get_packer
-from rl_batched_data.padding import check_positive, round_up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

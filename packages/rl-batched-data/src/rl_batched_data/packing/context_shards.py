@@ -17,8 +17,8 @@ from typing import cast
 
 import torch
 
+from rl_batched_data.columns import to_device
 from rl_batched_data.packing.packed_sequences import group_by_length
-from rl_batched_data.padding import to_device
 
 # The largest mask, 4 MiB as bool: on two ranks that of two sequences of 2,896 tokens.
 MASK_ELEMENTS = 2**22

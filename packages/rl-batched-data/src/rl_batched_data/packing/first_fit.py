@@ -14,7 +14,7 @@ from typing import cast
 
 import numpy as np
 
-from rl_batched_data.padding import round_up
+from rl_batched_data.columns import round_up
 
 Bins = list[list[int]]
 

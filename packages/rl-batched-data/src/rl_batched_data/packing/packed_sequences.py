@@ -11,7 +11,7 @@ from typing import cast
 
 import torch
 
-from rl_batched_data.padding import round_up, to_device
+from rl_batched_data.columns import round_up, to_device
 
 # Shortest over longest sequence of a group: trades padding against kernel launches.
 _SHORTEST_SHARE = 0.7

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from rl_batched_data.columns import check_positive
 from rl_batched_data.packing.cost import SequenceCost, cost_balanced
 from rl_batched_data.packing.first_fit import (
     Bins,
@@ -17,7 +18,6 @@ from rl_batched_data.packing.first_fit import (
     split_to_count,
     wanted_bins,
 )
-from rl_batched_data.padding import check_positive
 
 
 class SequencePacker(Protocol):

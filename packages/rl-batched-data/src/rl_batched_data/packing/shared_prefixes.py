@@ -22,9 +22,9 @@ from typing import NamedTuple, cast
 
 import torch
 
+from rl_batched_data.columns import round_up, to_device
 from rl_batched_data.packing.context_shards import MASK_ELEMENTS, ContextChunks
 from rl_batched_data.packing.packed_sequences import PackedSequences, group_by_length
-from rl_batched_data.padding import round_up, to_device
 
 # Sharing costs masks and gathers: it has to save at least this share of a group's tokens.
 _LEAST_SAVING = 1 / 8
