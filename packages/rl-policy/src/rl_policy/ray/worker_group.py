@@ -156,7 +156,7 @@ class RayWorkerGroup:
     @property
     def ranks(self) -> list[int]:
         """The ranks that calls go to: all but those that were lost."""
-        return [rank for rank in range(self.world_size) if rank not in self._lost]
+        return [rank for rank in range(len(self._hosts)) if rank not in self._lost]
 
     @property
     def lost_ranks(self) -> list[int]:
