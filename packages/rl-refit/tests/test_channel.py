@@ -17,6 +17,7 @@ from rl_refit.private_directory import remove_abandoned
 from rl_refit.protocol import endpoint as endpoint_module
 from rl_refit.protocol.channel import (
     MAX_MESSAGE_BYTES,
+    AllLoaded,
     Begin,
     ChannelClosed,
     Failure,
@@ -24,6 +25,7 @@ from rl_refit.protocol.channel import (
     Offer,
     decode,
     encode,
+    require_message,
 )
 from rl_refit.protocol.endpoint import (
     MAGIC,
@@ -339,3 +341,12 @@ def test_a_message_that_is_too_large_is_refused_at_both_ends(endpoint):
         client.receive(Deadline(1))
     client.close()
     served[0].close()
+
+
+def test_only_the_message_that_is_due_is_accepted():
+    require_message(AllLoaded(2), AllLoaded(2), rank=1)
+    with pytest.raises(RefitError, match=r"AllLoaded arrived where AllLoaded\(version=2\) was due"):
+        require_message(AllLoaded(2), AllLoaded(1), rank=1)
+    failure = Failure("RefitTimeoutError", "no bucket", None, 4, None)
+    with pytest.raises(RefitTimeoutError, match="the sender reports: no bucket"):
+        require_message(AllLoaded(2), failure, rank=1)
