@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from processes import descendants, is_gone
-from recipe_runs import wait_until, write_workplace
+from recipe_runs import wait_until
 
 # Standard modules that nothing else imports, in place of torch and transformers.
 _SHARED, _AHEAD = "sndhdr" if sys.version_info < (3, 13) else "tabnanny", "pyclbr"
@@ -437,31 +437,6 @@ with forks.forked_workers(["{_SHARED}"], [], gc_threshold=(700, 10, 10)):
     [(server, *_)] = {(*look,) for _, *look in looks}
     assert [look for _, *look in looks] == [[server, True, True]] * 4
     assert str(server) in children
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    return write_workplace(tmp_path_factory.mktemp("forks"))
-
-
-@pytest.mark.slow
-@pytest.mark.needs("rl-policy[dtensor]")
-@pytest.mark.parametrize("forks", [True, False])
-def test_a_command_forks_its_workers_unless_it_is_told_not_to(begin, wait_until_gone, forks):
-    given = ["data.path=problems.jsonl", f"cluster.fork_workers={forks}"]
-    process = begin("sft", "--config", "run.yaml", *given, "--out", f"run-{forks}")
-    found = {}
-
-    def has_worker():
-        assert process.poll() is None, process.stderr.read()
-        below = descendants(process.pid)
-        found.update((pid, Path(f"/proc/{pid}/cmdline").read_bytes()) for pid in below)
-        return any(b"WorkerHost" in line for line in found.values())
-
-    wait_until(has_worker, limit_s=120)
-    assert any(b"fork_client.py" in line for line in found.values()) == forks
-    process.kill()
-    wait_until_gone(found)
 
 
 @pytest.mark.gpu

@@ -86,7 +86,7 @@ def test_a_strangers_section_is_checked_shown_and_resumed_like_ours(register):
     assert config.section(type(config.echo)).steps == 9
     with pytest.raises(
         ValueError,
-        match=r"echo\.rows cannot change .* only echo\.steps, cluster\.restarts, logger ",
+        match=r"echo\.rows cannot change .* only echo\.steps, cluster\.restarts, cluster\.fork",
     ):
         override_resumed(config, ["echo.rows=9"])
 

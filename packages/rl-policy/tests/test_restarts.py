@@ -1,8 +1,9 @@
-"""A run whose workers are killed: it goes on by itself as often as it may, and to the same end."""
+"""How a run starts its workers, and goes on by itself where they are killed, to the same end."""
 
 import inspect
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,26 @@ def kill_a_rank(process, metrics, *, after):
     assert len(ranks) == 2
     os.kill(ranks[-1], signal.SIGKILL)
     return children
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forks", [True, False])
+def test_a_command_forks_its_workers_unless_it_is_told_not_to(begin, wait_until_gone, forks):
+    process = begin(*RUN, *START, "--out", f"forks-{forks}", f"cluster.fork_workers={forks}")
+    found = {}
+
+    def has_worker():
+        assert process.poll() is None, process.stderr.read()
+        for pid in descendants(process.pid):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return any(b"WorkerHost" in line for line in found.values())
+
+    wait_until(has_worker, limit_s=120)
+    assert any(b"fork_client.py" in line for line in found.values()) == forks
+    process.kill()
+    # A plain worker that is importing sees that its node has ended when it is through.
+    wait_until_gone(found, limit_s=60)
 
 
 @pytest.mark.slow
