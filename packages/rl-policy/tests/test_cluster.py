@@ -82,6 +82,34 @@ def test_a_ray_without_the_services_that_are_left_out_says_so(monkeypatch, caplo
     assert f"Ray {ray.__version__} has no Node.start_monitor: " in record.getMessage()
 
 
+def test_the_node_of_a_ray_is_looked_for_until_it_is_listed(monkeypatch):
+    looks = []
+
+    class Head:
+        def __init__(self, address):
+            assert address == "the head"
+
+        def get_all_node_info(self, timeout):
+            looks.append("list")
+            return {bytes([7]): None} if len(looks) > 2 else {}
+
+    def get_node(address, node_id):
+        looks.append("get")
+        return address, node_id
+
+    monkeypatch.setattr(cluster_module, "GcsClient", Head)
+    monkeypatch.setattr(cluster_module.services, "get_node", get_node)
+    with cluster_module._looking_often():
+        assert cluster_module.services.get_node("the head", "07") == ("the head", "07")
+    assert looks == ["list", "list", "list", "get"]
+    assert cluster_module.services.get_node is get_node
+    # One that does not come is for Ray to report.
+    monkeypatch.setattr(cluster_module, "_NODE_LIMIT_S", 0.0)
+    with cluster_module._looking_often():
+        cluster_module.services.get_node("the head", "08")
+    assert looks[4:] == ["get"]
+
+
 @pytest.mark.slow
 def test_the_priority_of_ranks_may_be_asked_for(no_ray, monkeypatch):
     monkeypatch.setenv("RAY_worker_niceness", "7")

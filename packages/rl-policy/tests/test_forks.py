@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from processes import descendants, is_gone
 from recipe_runs import wait_until
+from rl_policy.ray import fork_client
 
 # Standard modules that nothing else imports, in place of torch and transformers.
 _SHARED, _AHEAD = "sndhdr" if sys.version_info < (3, 13) else "tabnanny", "pyclbr"
@@ -317,8 +318,16 @@ def test_a_long_place_of_temporary_files_has_a_server_too(tmp_path, length):
         assert not is_gone(driver.server)
 
 
-def test_workers_are_plain_where_no_program_can_be_written(tmp_path):
-    before = "import os; os.access = lambda *_: False"
+@pytest.mark.parametrize(
+    "before",
+    [
+        "import os; os.access = lambda *_: False",
+        "import os, pathlib; pathlib.Path.write_text = lambda *_: os.close(-1)",
+        "import os; os.fork = lambda: os.close(-1)",
+    ],
+    ids=["not executable", "no space", "no memory"],
+)
+def test_workers_are_plain_and_nothing_is_left_where_there_can_be_no_server(tmp_path, before):
     with driver_with(before=before, env=os.environ | {"TMPDIR": str(tmp_path)}) as driver:
         assert driver.python == sys.executable
         assert [*tmp_path.iterdir()] == []
@@ -367,7 +376,35 @@ def test_workers_of_a_server_that_was_killed_are_started_plainly(worker):
         os.kill(driver.server, signal.SIGKILL)
         ended = run(driver.python, worker(_FACTS), input="")
     assert json.loads(ended.stdout)["imported"] == []
-    assert ended.stderr.startswith("no fork server: ")
+    assert ended.stderr.startswith("a worker starts as a plain process, as its fork server does ")
+    assert "cluster.fork_workers=false" in ended.stderr
+
+
+def test_a_worker_whose_server_hangs_is_started_plainly(worker, tmp_path):
+    # The product's limit is half of the minute that Ray waits.
+    text = Path(fork_client.__file__).read_text()
+    impatient = tmp_path / "impatient.py"
+    impatient.write_text(text.replace("_ANSWER_LIMIT_S = 30.0", "_ANSWER_LIMIT_S = 0.5"))
+    assert impatient.read_text() != text
+    with driver_with() as driver:
+        command = [sys.executable, "-IS", impatient, driver.folder / "server", worker(_FACTS)]
+        server, printed, told = driver.server, tmp_path / "printed", tmp_path / "told"
+        os.kill(server, signal.SIGSTOP)
+        try:
+            # Files, as Ray has: the server's queue keeps those that it was sent open.
+            with printed.open("w") as stdout, told.open("w") as stderr:
+                subprocess.run(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=stdout,
+                    stderr=stderr,
+                    timeout=_LIMIT_S,
+                    check=True,
+                )
+        finally:
+            os.kill(server, signal.SIGCONT)
+        assert json.loads(printed.read_text())["imported"] == []
+        assert "does not answer (timed out)" in told.read_text()
 
 
 @pytest.mark.parametrize(
@@ -377,6 +414,9 @@ def test_workers_of_a_server_that_was_killed_are_started_plainly(worker):
         "sys.modules['ray'] = sys",
         # As `2>&-` leaves it.
         "sys.stderr = None",
+        # That a fork cannot be made is known where torch is there, which a fork is asked about.
+        "import os, types\nos.fork = lambda: os.close(-1)\n"
+        "sys.modules['torch'] = types.SimpleNamespace(cuda=types.SimpleNamespace())",
     ],
 )
 def test_a_driver_that_cannot_be_forked_has_no_server(before):

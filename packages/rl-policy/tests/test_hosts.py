@@ -2,6 +2,7 @@ import os
 
 import pytest
 import torch
+import transformers.utils.logging as transformers_logging
 from rl_policy.ray.cluster import rank_bundles
 from rl_policy.ray.hosts import Placement, WorkerHost, rank_environments
 
@@ -86,6 +87,8 @@ def test_more_bundles_than_there_are_is_refused(workers_per_node, message):
 
 @pytest.mark.parametrize(("given", "found"), [(None, "1"), ("0", "0")])
 def test_a_rank_draws_no_bars_unless_it_is_asked_to(monkeypatch, given, found):
+    # A fork has imported transformers, which has read the variable.
+    monkeypatch.setattr(transformers_logging, "_tqdm_active", True)
     name, threads = "HF_HUB_DISABLE_PROGRESS_BARS", str(torch.get_num_threads())
     # Set first, so that it is restored in either case.
     monkeypatch.setenv(name, given or "")
@@ -94,3 +97,4 @@ def test_a_rank_draws_no_bars_unless_it_is_asked_to(monkeypatch, given, found):
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     WorkerHost("probe", 0).set_environment({"OMP_NUM_THREADS": threads})
     assert os.environ[name] == found
+    assert transformers_logging.is_progress_bar_enabled() == (given is not None)

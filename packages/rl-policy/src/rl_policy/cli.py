@@ -9,7 +9,7 @@ import gc
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -85,9 +85,10 @@ ShowConfig = Annotated[
 
 # Of a Python that has just started: `main` sets another.
 _GC_THRESHOLD = gc.get_threshold()
-# What driver and ranks import alike, and what takes a second more in ranks.
 _SHARED_MODULES = ("torch", "transformers")
+"""What every command needs, and every rank."""
 _MODULES_AHEAD = ("transformers.models.auto.modeling_auto",)
+"""What any backend needs: a second, which a command with bad input does not wait for."""
 # Of options; typer exports a subclass alone.
 _USAGE_ERROR: Any = typer.BadParameter.__base__
 
@@ -172,11 +173,9 @@ def _command(
 ) -> None:
     from rl_policy.ray.forks import forked_workers
 
-    with ExitStack() as forking:
-        if not show_config:
-            # Before a recipe's imports, as Ray is among them.
-            forks = forked_workers(_SHARED_MODULES, _MODULES_AHEAD, gc_threshold=_GC_THRESHOLD)
-            forking.enter_context(forks)
+    # Before a recipe's imports, as Ray is among them.
+    forking = forked_workers(_SHARED_MODULES, _MODULES_AHEAD, gc_threshold=_GC_THRESHOLD)
+    with nullcontext() if show_config else forking:
         with bad_input_in_one_line():
             overrides = with_model_key(overrides, recipe=recipe)
             directory, resolved = _resolve(recipe, overrides, config=config, out=out, resume=resume)

@@ -37,7 +37,11 @@ def main() -> None:
         forked = _number(server.recv(4))
     except OSError as error:
         forked = 0
-        sys.stderr.write(f"no fork server: {error}\n")
+        # Ray shows it to the driver's user.
+        sys.stderr.write(
+            f"a worker starts as a plain process, as its fork server does not answer ({error}); "
+            "cluster.fork_workers=false starts all of them so\n"
+        )
     if not forked:
         server.close()
         _run_plainly(arguments)
@@ -48,6 +52,7 @@ def main() -> None:
 
     for number in _PASSED_ON:
         signal.signal(number, pass_on)
+    # As long as the worker lives; the server's own end is seen here too.
     server.settimeout(None)
     _end_as(server.recv(4))
 

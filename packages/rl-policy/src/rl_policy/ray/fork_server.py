@@ -37,8 +37,8 @@ _MAX_NAMES_BYTES = 4096
 # How long workers have, when their driver was killed, to end what they have started: Ray's node has
 # ended as well, which they see.
 _ORPHAN_LIMIT_S = 5.0
-# Which a fork ignores if its client does. The server does in any case.
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Which the server leaves to the driver, and a fork ignores if its client does."""
 # From `sys/prctl.h`.
 _PR_SET_PDEATHSIG = 1
 
@@ -81,15 +81,14 @@ class ForkServer:
     def serve(self) -> None:
         """Serve until the driver has ended, and then the workers, or their time is over.
 
-        Clients wait while modules are imported. Where these leave what cannot be forked, no client
-        is answered any more, and starts a plain process.
+        Clients wait while modules are imported. If the process cannot be forked after that, clients
+        are refused, and become plain processes.
         """
         signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         # It would go through modules, none of them garbage, and copy each page that it looks at.
         gc.disable()
-        self._listen()
-        for source in (self._signals, self._control):
+        for source in (self._listener, self._signals, self._control):
             self._selector.register(source, selectors.EVENT_READ)
         self._import(self._modules, import_module)
         while self._deadline is None or (self._clients and monotonic() < self._deadline):
@@ -104,9 +103,6 @@ class ForkServer:
                     self._fork()
                 elif isinstance(key.fileobj, socket.socket):
                     self._lose(key.fileobj)
-
-    def _listen(self) -> None:
-        self._selector.register(self._listener, selectors.EVENT_READ)
 
     def _close_listener(self) -> None:
         """Let clients that come, and those that wait, start plain processes."""
@@ -266,7 +262,7 @@ def obstacle_to_forks(*, max_threads: int | None = None) -> str | None:
     if "ray" in sys.modules:
         return "Ray has been imported, and has read the environment"
     if _has_used_cuda():
-        return "CUDA has been initialised, or has counted its devices"
+        return "CUDA has been initialised or has counted its devices, or no fork could tell"
     return None
 
 
@@ -284,15 +280,14 @@ def _has_used_cuda() -> bool:
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is None:
         return False
-    forked = fork_quietly()
-    if not forked:
-        os._exit(int(cuda._is_in_bad_fork()))
     try:
-        status = os.waitpid(forked, 0)[1]
-    except ChildProcessError:
-        # Who ignores SIGCHLD, which is inherited, is left no status, and so does not know.
+        forked = fork_quietly()
+        if not forked:
+            os._exit(int(cuda._is_in_bad_fork()))
+        return os.waitpid(forked, 0)[1] != 0
+    except OSError:
+        # No process can be had, or SIGCHLD is ignored, which leaves no status: it may have.
         return True
-    return status != 0
 
 
 def fork_quietly() -> int:
@@ -323,7 +318,11 @@ def _checked_peer(client: socket.socket) -> int:
 
 
 def _receive(client: socket.socket, files: list[int]) -> dict[str, Any]:
-    """Return a client's request, and append its standard files, also where it has no end.
+    """Return a client's request.
+
+    Args:
+        client: The connection.
+        files: Gets the client's standard files, for the caller to close after an error as well.
 
     Raises:
         ValueError: It is cut off, or no JSON.
@@ -359,7 +358,7 @@ def _take_over(pid: int, request: dict[str, Any]) -> None:
         # Of a limit that the kernel does not have, or that was raised by the superuser.
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(limit, resource.prlimit(pid, limit))
-    for number in _SIGNALS:
+    for number in SIGNALS:
         handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in request["ignored"] else handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])

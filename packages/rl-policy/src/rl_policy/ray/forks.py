@@ -20,11 +20,13 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
 from rl_policy.ray.fork_server import (
+    SIGNALS,
     ForkServer,
     flush_standard_files,
     fork_quietly,
@@ -37,7 +39,6 @@ _PREFIX, _ADDRESS = "rl-fork-", "server"
 # Of a socket's path the kernel takes 107 bytes; `mkdtemp` adds eight to the prefix.
 _MAX_PARENT_BYTES = 107 - len(f"/{_PREFIX}12345678/{_ADDRESS}")
 _NVML_SETTING = "PYTORCH_NVML_BASED_CUDA_CHECK"
-_SIGNALS_OF_A_TERMINAL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PLAIN = "workers are started without a fork server: %s"
 
 
@@ -154,9 +155,12 @@ def _start(modules: Sequence[str], gc_threshold: Sequence[int]) -> _Server | Non
     if obstacle is not None:
         logger.debug(_PLAIN, obstacle)
         return None
-    folder = None
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) > _MAX_PARENT_BYTES:
+        parent = "/tmp"
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
     try:
-        folder = _make_folder()
+        _write_client(folder)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(folder / _ADDRESS))
             listener.listen(128)
@@ -164,30 +168,23 @@ def _start(modules: Sequence[str], gc_threshold: Sequence[int]) -> _Server | Non
     except OSError as error:
         # No place for a socket or a program, or no memory for a process.
         logger.debug(_PLAIN, error)
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         return None
 
 
-def _make_folder() -> Path:
-    """Return a folder of this user alone, with the program that Ray takes for its Python.
+def _write_client(folder: Path) -> None:
+    """Write the program that Ray takes for its Python.
 
     Raises:
-        OSError: Nothing can be written, or run, where temporary files are.
+        OSError: Nothing can be written there, or run.
     """
-    parent = tempfile.gettempdir()
-    if len(os.fsencode(parent)) > _MAX_PARENT_BYTES:
-        parent = "/tmp"
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
     client = folder / "python"
     command = [sys.executable, "-IS", str(Path(__file__).with_name("fork_client.py"))]
     command.append(str(folder / _ADDRESS))
     client.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
     client.chmod(0o700)
     if not os.access(client, os.X_OK):
-        shutil.rmtree(folder, ignore_errors=True)
-        raise PermissionError(f"{parent} is mounted noexec")
-    return folder
+        raise PermissionError(f"{folder.parent} is mounted noexec")
 
 
 def _fork_server(
@@ -197,18 +194,14 @@ def _fork_server(
     flush_standard_files()
     control, received = socket.socketpair()
     # A Ctrl-C at this moment would be raised in both, and the server go on as a second driver.
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_OF_A_TERMINAL)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         pid = fork_quietly()
         if not pid:
-            _be_server(
-                lambda: ForkServer(
-                    listener, control=received, modules=modules, gc_threshold=gc_threshold
-                ),
-                folder,
-                control=control,
-                blocked=blocked,
+            make = partial(
+                ForkServer, listener, control=received, modules=modules, gc_threshold=gc_threshold
             )
+            _be_server(make, folder, control=control, blocked=blocked)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         received.close()
@@ -222,11 +215,18 @@ def _be_server(
     control: socket.socket,
     blocked: Iterable[int],
 ) -> NoReturn:
-    """Serve, in the fork, until the driver ends."""
+    """Serve, in the fork, until the driver ends.
+
+    Args:
+        make: Makes the server, in here: a failure is not to unwind what the driver is in.
+        folder: What is removed at the end.
+        control: The driver's end.
+        blocked: The signals that the driver had blocked.
+    """
     try:
         control.close()
         # They are for the driver, which ends the server. It is no part of the driver's terminal.
-        for number in _SIGNALS_OF_A_TERMINAL:
+        for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         os.setsid()
