@@ -6,8 +6,12 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
+
+# The packages whose tests wait for processes half of the time.
+SPREAD = [Path(__file__).parent / "packages" / name for name in ("rl-policy", "rl-refit")]
 
 # Tensors of tests are tiny, and other tests run beside them: more threads only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,6 +29,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="of the tests that are not slow, run the first of each file that has no slow one",
     )
+
+
+# Before pytest-xdist's own, which starts as many as are asked for. An environment may lack it.
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Run the tests of a package that waits for processes in two, where they are run as a whole."""
+    options = config.option
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # One of the two, whose options do not say so: it would start two of its own.
+        return
+    asked = {Path(name).resolve() for name in options.file_or_dir or ["."]}
+    is_whole = asked.intersection(SPREAD) and not (options.keyword or options.usepdb)
+    if is_whole and getattr(options, "numprocesses", 0) is None:
+        options.numprocesses = 2
 
 
 def pytest_configure() -> None:

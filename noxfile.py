@@ -233,9 +233,7 @@ def surface(session: nox.Session) -> None:
 def tests(session: nox.Session, tested: str) -> None:
     """Run the fast tests of a package, or of the documentation, from the sources."""
     folder = "docs/tests" if tested == "docs" else f"packages/{tested}"
-    # They are the longest, and wait for processes more than they compute.
-    spread = ["-n", "2"] if tested in ("rl-policy", "rl-refit") else []
-    run_here(session, "pytest", folder, "-m", FAST, *spread, "--durations=10", *session.posargs)
+    run_here(session, "pytest", folder, "-m", FAST, "--durations=10", *session.posargs)
 
 
 @nox.session(venv_backend="none")
