@@ -107,6 +107,61 @@ def test_a_table_has_ratios_with_their_numbers():
     assert rows["start, bare Ray"] == ["**0.50** (0.500 / 1.000)", "**2.00** (4.000 / 2.000)"]
 
 
+def test_plain_transformers_is_measured_where_one_process_trains_and_samples():
+    from whole_step.work import APART, TOY, WORKERS, runs_of
+
+    def sides(ranks, sampler, **options):
+        return [run.side for run in runs_of(TOY, ranks=ranks, samplers=(sampler,), **options)]
+
+    assert sides(1, WORKERS) == ["rl-policy", "rl-policy", "plain transformers", "TRL"]
+    for ranks, sampler in ((2, WORKERS), (1, APART)):
+        assert "plain transformers" not in sides(ranks, sampler)
+    assert "plain transformers" not in sides(1, WORKERS, with_trl=False)
+
+
+def test_plain_transformers_has_columns_of_its_own():
+    from whole_step.results import Result, table
+
+    own = comparison()
+    (measured,) = (each.measured for each in own.others())
+    own.results.append(
+        Result(side="plain transformers (workers)", measured=measured | {"step": (1.5, 2.0)})
+    )
+    head, *rows = table(own)
+    assert head[3:] == [
+        "plain transformers: wall clock / TRL",
+        "plain transformers: processor / TRL",
+    ]
+    step = next(row for row in rows if row[0] == "step")
+    assert step[3:] == ["**0.75** (1.500 / 2.000)", "**0.25** (2.000 / 8.000)"]
+
+
+PLAIN_STEP = """
+import json, sys
+from pathlib import Path
+from whole_step import plain_side
+from whole_step.work import Work, write_inputs
+
+work = Work(
+    name="any", num_layers=1, hidden_size=32, prompts=4, samples=2, gbs=4, mbs=2,
+    max_new_tokens=3, max_length=32, steps=2,
+)
+inputs = Path(sys.argv[1])
+write_inputs(work, inputs)
+plain_side.main(vars(work) | {"inputs": str(inputs)})
+"""
+
+
+def test_plain_transformers_takes_steps(tmp_path):
+    subprocess.run(
+        [sys.executable, "-c", PLAIN_STEP, tmp_path], check=True, timeout=120, cwd=BENCHMARKS
+    )
+    start, *steps = map(json.loads, (tmp_path / "phases.jsonl").read_text().splitlines())
+    assert start["step"] == 0
+    assert [each["step"] for each in steps] == [1, 2]
+    assert all({"generate", "score", "train"} <= set(each["phases"]) for each in steps)
+
+
 def test_without_trl_a_table_has_shares_of_a_step():
     from whole_step.results import table
 

@@ -1,6 +1,6 @@
 """A GRPO run as a whole, ours and TRL's in turns: what `grpo_step` and `grpo_step_vllm` share.
 
-command --> own_side | trl_side | bare_side --> phases.jsonl --> measure --> results --> page
+command --> own_, trl_, plain_ or bare_side --> phases.jsonl --> measure --> results --> page
 """
 
 from __future__ import annotations

@@ -44,9 +44,9 @@ class Comparison:
         """What a later measurement replaces."""
         return self.work, self.ranks, self.sampler
 
-    def own(self) -> list[Result]:
-        """Return the runs of rl-policy."""
-        return [each for each in self.results if each.side.startswith("rl-policy")]
+    def others(self) -> list[Result]:
+        """Return the runs that TRL's is compared with: those of rl-policy and a plain one."""
+        return [each for each in self.results if not each.side.startswith("TRL")]
 
     def beside(self) -> float:
         """Return the share of the processors that other programs used, at the run with most."""
@@ -153,7 +153,7 @@ def table(comparison: Comparison) -> list[list[str]]:
     rows = [list(_header(comparison))]
     for name in MEASURES:
         cells = [name]
-        for own in comparison.own():
+        for own in comparison.others():
             pair = own.measured[name]
             if peer is None:
                 whole = own.measured["step"]
@@ -170,10 +170,10 @@ def table(comparison: Comparison) -> list[list[str]]:
 
 
 def _header(comparison: Comparison) -> Iterator[str]:
-    """Yield the columns: a pair for each of our runs, named by what sets it apart."""
+    """Yield the columns: a pair for each run but TRL's, named by what sets it apart."""
     yield ""
     of = "of a step" if comparison.peer() is None else "/ TRL"
-    for own in comparison.own():
+    for own in comparison.others():
         name, _, sampler = own.side.removeprefix("rl-policy").partition(" (")
         parts = [name.removeprefix(", "), "" if sampler == f"{WORKERS})" else sampler.rstrip(")")]
         prefix = "".join(f"{part}: " for part in parts if part)

@@ -77,6 +77,8 @@ WORKS = {"toy": TOY, "deep": DEEP, "ragged": RAGGED}
 
 BARE = "bare Ray"
 """The side that starts Ray and loads the model on all ranks, and no more."""
+PLAIN = "plain transformers"
+"""The side that computes a step in a process of its own, and no more."""
 WORKERS, COLOCATED, APART = "workers", "vLLM, colocated", "vLLM, apart"
 """Who samples: the trainer's own model, or vLLM on the same devices or on further ones."""
 
@@ -86,7 +88,7 @@ class Run:
     """One side of the comparison on a number of ranks."""
 
     side: str
-    """`rl-policy`, `TRL` or `BARE`."""
+    """`rl-policy`, `TRL`, `BARE` or `PLAIN`."""
     work: Work
     ranks: int
     sampler: str = WORKERS
@@ -97,10 +99,15 @@ class Run:
 def runs_of(
     work: Work, *, ranks: int, samplers: tuple[str, ...], with_trl: bool = True
 ) -> list[Run]:
-    """Return the runs that take turns; TRL has the first of the samplers."""
+    """Return the runs that take turns; TRL has the first of the samplers.
+
+    On one rank plain transformers is beside the two where the trainer samples.
+    """
     own = [Run(side="rl-policy", work=work, ranks=ranks, sampler=each) for each in samplers]
     variants = ("packed", "shared", "packed, shared") if work.is_ragged else ("shared",)
     own += [replace(run, variant=variant) for variant in variants for run in own]
+    if with_trl and ranks == 1 and samplers[0] == WORKERS:
+        own.append(Run(side=PLAIN, work=work, ranks=ranks))
     peers = [Run(side="TRL", work=work, ranks=ranks, sampler=samplers[0])] if with_trl else []
     return [*own, *peers]
 
@@ -119,6 +126,9 @@ def differences(sampler: str) -> list[str]:
         "TRL pads prompts on the left and computes logits of completions alone; rl-policy pads on "
         "the right.",
         "`train` of TRL is all between its scoring and the end of the optimizer step.",
+        "`plain transformers` is no trainer: one process that samples by `generate`, computes the "
+        "log-probabilities of policy and reference, and takes the optimizer steps, with nothing "
+        "around it. Where it is no faster than TRL, a trainer that computes as many tokens is not.",
         "`shared` is rl-policy with `policy.dtensor_cfg.share_prefixes`, which computes the prompt "
         "of a group once; `packed` is with `policy.sequence_packing`. TRL has neither on.",
     ]
@@ -170,9 +180,11 @@ def _problem(work: Work, draw: random.Random, tag: str) -> dict[str, str]:
 
 def command(run: Run, inputs: Path) -> list[str]:
     """Return the command of a run, which leaves `phases.jsonl` beside its inputs."""
+    wanted = asdict(run.work) | {"ranks": run.ranks, "rows": run.work.rows}
+    wanted |= {"inputs": str(inputs), "use_vllm": run.sampler != WORKERS}
+    if run.side == PLAIN:
+        return [sys.executable, "-m", "whole_step.plain_side", json.dumps(wanted)]
     if run.side == "TRL":
-        wanted = asdict(run.work) | {"ranks": run.ranks, "rows": run.work.rows}
-        wanted |= {"inputs": str(inputs), "use_vllm": run.sampler != WORKERS}
         module = ["-m", "whole_step.trl_side", json.dumps(wanted)]
         if run.ranks == 1:
             return [sys.executable, *module]
