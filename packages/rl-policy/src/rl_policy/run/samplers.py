@@ -322,7 +322,7 @@ def _open_engine_cluster(session: AnySession) -> Iterator[RayVirtualCluster]:
 
 
 def _transport(config: RunConfig, policy: Policy) -> str:
-    """Return the configured transport, or the fastest that reaches the engines."""
+    """Return the configured transport, or the one for where the engines are."""
     configured = config.section(RefitSection).transport
     if configured is not None:
         return configured
