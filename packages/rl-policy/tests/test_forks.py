@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -188,6 +189,25 @@ def test_a_signal_reaches_the_fork(driver, worker, number):
     with waiting(driver, script) as (client, _):
         client.send_signal(number)
         assert client.wait(timeout=_LIMIT_S) == 7
+
+
+def _blocks(pid, number):
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = int(re.search(r"^SigBlk:\s*(\w+)$", status, re.MULTILINE)[1], 16)
+    return mask >> (number - 1) & 1
+
+
+def test_a_signal_that_is_earlier_than_the_fork_waits_for_it(driver, worker):
+    os.kill(driver.server, signal.SIGSTOP)
+    try:
+        client = subprocess.Popen([driver.python, worker(_WAITS)], stdout=subprocess.DEVNULL)
+        wait_until(lambda: _blocks(client.pid, signal.SIGTERM), limit_s=_LIMIT_S)
+        client.terminate()
+        time.sleep(0.2)
+        assert client.poll() is None
+    finally:
+        os.kill(driver.server, signal.SIGCONT)
+    assert client.wait(timeout=_LIMIT_S) == -signal.SIGTERM
 
 
 def test_signals_that_are_blocked_where_it_is_started_are_blocked_in_a_fork(driver, worker):

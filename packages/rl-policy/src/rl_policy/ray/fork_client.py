@@ -29,11 +29,13 @@ def main() -> None:
     address, *arguments = sys.argv[1:]
     if not (arguments and arguments[0].endswith(_WORKER)):
         _run_plainly(arguments)
+    # One that arrives before it can be passed on waits until then.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
     server = socket.socket(socket.AF_UNIX)
     server.settimeout(_ANSWER_LIMIT_S)
     try:
         server.connect(address)
-        _ask(server, arguments)
+        _ask(server, arguments, blocked=[int(each) for each in blocked])
         forked = _number(server.recv(4))
     except OSError as error:
         forked = 0
@@ -44,6 +46,7 @@ def main() -> None:
         )
     if not forked:
         server.close()
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         _run_plainly(arguments)
 
     def pass_on(number: int, _: object) -> None:
@@ -52,6 +55,7 @@ def main() -> None:
 
     for number in _PASSED_ON:
         signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     # As long as the worker lives; the server's own end is seen here too.
     server.settimeout(None)
     _end_as(server.recv(4))
@@ -61,7 +65,7 @@ def _run_plainly(arguments: list[str]) -> None:
     os.execv(sys.executable, [sys.executable, *arguments])
 
 
-def _ask(server: socket.socket, arguments: list[str]) -> None:
+def _ask(server: socket.socket, arguments: list[str], *, blocked: list[int]) -> None:
     umask = os.umask(0o77)
     os.umask(umask)
     is_ignored = {each: signal.getsignal(each) == signal.SIG_IGN for each in _MAY_BE_IGNORED}
@@ -72,7 +76,7 @@ def _ask(server: socket.socket, arguments: list[str]) -> None:
         "umask": umask,
         "niceness": os.nice(0),
         "ignored": [int(each) for each in _MAY_BE_IGNORED if is_ignored[each]],
-        "blocked": [int(each) for each in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+        "blocked": blocked,
     }
     encoded = json.dumps(request).encode()
     files = array.array("i", _STANDARD_FILES)

@@ -144,7 +144,7 @@ class ForkServer:
             client.settimeout(_REQUEST_LIMIT_S)
             pid = _checked_peer(client)
             request = _receive(client, files)
-            forked = os.fork()
+            forked = _fork_with_signals_waiting()
         except (OSError, ValueError) as error:
             # It has ended, is of another user, or there is no memory for a fork.
             logger.warning("a worker is started without the fork server: %s", error)
@@ -226,6 +226,18 @@ class ForkServer:
         # Closed ones have no number; others may never have been looked at.
         if source.fileno() >= 0 and source in self._selector.get_map():
             self._selector.unregister(source)
+
+
+def _fork_with_signals_waiting() -> int:
+    """Fork; signals of the fork wait until it takes them as its client would, see `_take_over`."""
+    kept = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    forked = -1
+    try:
+        forked = os.fork()
+    finally:
+        if forked:
+            signal.pthread_sigmask(signal.SIG_SETMASK, kept)
+    return forked
 
 
 @contextlib.contextmanager
