@@ -153,10 +153,10 @@ def table(comparison: Comparison) -> list[list[str]]:
     rows = [list(_header(comparison))]
     for name in MEASURES:
         cells = [name]
-        for own in comparison.others():
-            pair = own.measured[name]
+        for other in comparison.others():
+            pair = other.measured[name]
             if peer is None:
-                whole = own.measured["step"]
+                whole = other.measured["step"]
                 cells += [f"{part / of:.2f}" for part, of in zip(pair, whole, strict=True)]
                 continue
             cells += [_ratio(part, of) for part, of in zip(pair, peer.measured[name], strict=True)]
@@ -173,8 +173,8 @@ def _header(comparison: Comparison) -> Iterator[str]:
     """Yield the columns: a pair for each run but TRL's, named by what sets it apart."""
     yield ""
     of = "of a step" if comparison.peer() is None else "/ TRL"
-    for own in comparison.others():
-        name, _, sampler = own.side.removeprefix("rl-policy").partition(" (")
+    for other in comparison.others():
+        name, _, sampler = other.side.removeprefix("rl-policy").partition(" (")
         parts = [name.removeprefix(", "), "" if sampler == f"{WORKERS})" else sampler.rstrip(")")]
         prefix = "".join(f"{part}: " for part in parts if part)
         yield f"{prefix}wall clock {of}"

@@ -126,13 +126,16 @@ def differences(sampler: str) -> list[str]:
         "TRL pads prompts on the left and computes logits of completions alone; rl-policy pads on "
         "the right.",
         "`train` of TRL is all between its scoring and the end of the optimizer step.",
-        "`plain transformers` is no trainer: one process that samples by `generate`, computes the "
-        "log-probabilities of policy and reference, and takes the optimizer steps, with nothing "
-        "around it. Where it is no faster than TRL, a trainer that computes as many tokens is not.",
         "`shared` is rl-policy with `policy.dtensor_cfg.share_prefixes`, which computes the prompt "
         "of a group once; `packed` is with `policy.sequence_packing`. TRL has neither on.",
     ]
-    if sampler != WORKERS:
+    if sampler == WORKERS:
+        found.append(
+            "`plain transformers`, on one process, is no trainer: it samples by `generate`, "
+            "computes the log-probabilities of policy and reference, and takes the optimizer "
+            "steps. It shows what the model's own passes cost."
+        )
+    else:
         found += [
             "TRL's engine lives in the trainer's process, rl-policy's in one of its own, to which "
             "the weights are sent and verified by a digest.",

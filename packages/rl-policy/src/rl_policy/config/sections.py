@@ -223,7 +223,7 @@ class RefitSection(Section):
 
     transport: str | None = Field(default=None, min_length=1)
     """`shm`, `cuda_ipc`, `collective`, `chain`, `golden`, or a third party's. null: `cuda_ipc`
-    on GPUs that policy and engines share, `shm` on processors, `collective` to engines apart."""
+    on GPUs that policy and engines share, `shm` on shared CPUs, `collective` to engines apart."""
     bucket_mib: int | None = Field(default=None, ge=1, le=MOST)
     """Size of each of two buffers, in MiB. null: by the model's size."""
     verify: Literal["none", "digest", "weights", "logprobs"] = "digest"

@@ -229,7 +229,10 @@ class ForkServer:
 
 
 def _fork_with_signals_waiting() -> int:
-    """Fork; signals of the fork wait until it takes them as its client would, see `_take_over`."""
+    """Fork; what is sent to the fork waits until `_take_over` has set its signals.
+
+    The server ignores them, and the client passes them on as soon as it knows the fork.
+    """
     kept = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     forked = -1
     try:
