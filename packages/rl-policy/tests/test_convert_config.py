@@ -282,7 +282,8 @@ def test_a_grpo_file_is_a_run_that_means_the_same(write, tmp_path):
     config = loaded(convert(write(GRPO)), tmp_path)
     grpo, loss = config.section(GrpoSection), config.section(LossSection)
     assert (grpo.prompts_per_step, grpo.samples_per_prompt, grpo.steps) == (8, 4, 300)
-    assert (grpo.leave_one_out, grpo.divide_by_std, grpo.eval_every) == (True, True, 20)
+    assert (grpo.leave_one_out, grpo.divide_by_std) == (True, True)
+    assert (grpo.eval_every, grpo.eval_at_start) == (20, False)
     assert (loss.kl_coef, loss.clip_low, loss.clip_high) == (0.02, 0.1, 0.3)
     assert (loss.dual_clip, loss.importance_cap) == (None, None)
     assert loss.loss_type == "sequence_level"

@@ -58,7 +58,7 @@ class Policy:
 def run(tmp_path):
     """Return a function that runs the loop; it returns the trainer, and what was shown."""
 
-    def run(error, *settings):
+    def run(error, *settings, **more):
         config = load_run_config("sft", overrides=[f"checkpoint.every={EVERY}", *settings])
         shown = io.StringIO()
         session = Session(
@@ -70,6 +70,7 @@ def run(tmp_path):
             display=RunDisplay(Console(file=shown)),
         )
         options = {"name": "SFT", "num_steps": STEPS, "eval_every": 3, "start": RunState()}
+        options |= more
         trainer = Trainer(tmp_path)
         run_loop(session, trainer, Policy(error), **options)
         return trainer, shown.getvalue()
@@ -114,3 +115,10 @@ def test_any_other_checkpoint_ends_the_run(run, tmp_path, error, settings):
         run(error, *settings)
     assert saved(tmp_path) == ["step_2", "step_4.partial"]
     assert steps_of(tmp_path) == [0, 1, 2, 3, 4]
+
+
+def test_a_run_may_begin_without_a_measurement(run, tmp_path):
+    error = OSError(errno.ENOSPC, "No space left on device")
+    trainer, _ = run(error, "checkpoint.skip_when_full=true", eval_at_start=False)
+    assert steps_of(tmp_path) == [1, 2, 3, 4, 5, 6]
+    assert list(trainer.found) == [1, 2, 3, 4, 5, 6]

@@ -91,6 +91,8 @@ class PhaseMeter:
     def __init__(self, path: Path, *, root: int) -> None:
         self.base = OTHER
         """The phase of what no `phase` encloses."""
+        self.has_begun = False
+        """Whether the start, step 0, has ended."""
         self._path = path
         self._root = root
         self._tree = ProcessTree(root)
@@ -117,6 +119,7 @@ class PhaseMeter:
         with self._path.open("a") as file:
             file.write(json.dumps(line | {"phases": self._sums}) + "\n")
         self._sums = {}
+        self.has_begun = True
         # What the search takes is in no step.
         self._tree.refresh()
         self._last = self._now()

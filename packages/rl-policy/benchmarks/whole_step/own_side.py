@@ -68,6 +68,8 @@ def measure_with(meter: PhaseMeter) -> dict[str, Callable[[Any], None]]:
         class Metered(module.Stopwatch):
             @contextmanager
             def phase(self, name: str) -> Iterator[None]:
+                if name == "step_s" and not meter.has_begun:
+                    meter.end_step(0)
                 with super().phase(name):
                     if name not in PHASES:
                         yield

@@ -122,7 +122,6 @@ def differences(sampler: str) -> list[str]:
         "rl-policy's trainer is a Ray actor beside the driver, TRL's the process itself.",
         "rl-policy writes metrics.jsonl and a progress bar at each step, TRL "
         "logs nothing. Neither writes a checkpoint in the steps that are measured.",
-        "rl-policy samples and decodes 8 held-out problems before the first step, within `start`.",
         "TRL pads prompts on the left and computes logits of completions alone; rl-policy pads on "
         "the right.",
         "`train` of TRL is all between its scoring and the end of the optimizer step.",
@@ -223,6 +222,8 @@ def settings(run: Run, inputs: Path) -> dict[str, object]:
         "grpo.prompts_per_step": work.prompts,
         "grpo.samples_per_prompt": work.samples,
         "grpo.eval_every": 1000,
+        # TRL measures nothing before its first step either.
+        "grpo.eval_at_start": "false",
         "checkpoint.every": 1000,
         "loss.clip_high": 0.2,
         "loss.importance_cap": "null",

@@ -240,10 +240,9 @@ _OF_PAIRS: Mapping[str, Rule] = {
     f"policy.{key}": (f"policy.{key}", lambda pairs: 2 * pairs)
     for key in ("train_global_batch_size", "train_micro_batch_size")
 }
-# How a validation is batched, and that it comes before the first step.
+# How a validation is batched.
 _VALIDATION: Mapping[str, Rule] = dict.fromkeys(
     (
-        "val_at_start",
         "val_batches",
         "val_batch_size",
         "val_global_batch_size",
@@ -358,6 +357,7 @@ class _Writer:
                 f"{recipe}.eval_every",
                 lambda period: period if period > 0 else MOST,
             ),
+            "val_at_start": f"{recipe}.eval_at_start",
             "seed": "seed",
             "max_num_epochs": _nothing("the number of steps alone ends a run"),
             **_VALIDATION,

@@ -81,6 +81,8 @@ class DistillSection(Section):
     """Optimizer steps, each on policy.train_global_batch_size completions."""
     eval_every: int = Field(default=20, ge=1, le=MOST)
     """Steps between evaluations."""
+    eval_at_start: bool = True
+    """Evaluate before the first step too, as step 0."""
     top_k: int = Field(default=64, ge=1, le=MOST)
     """The teacher's most likely tokens that are compared; all others have the probability 0."""
     beta: float = Field(default=0.5, ge=0, le=1)
@@ -221,6 +223,7 @@ def run_distill(session: Session[ProblemInputs], model: str) -> None:
                 name="Distillation",
                 num_steps=section.steps,
                 eval_every=section.eval_every,
+                eval_at_start=section.eval_at_start,
                 start=start,
             )
 

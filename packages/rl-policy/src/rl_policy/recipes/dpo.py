@@ -41,6 +41,8 @@ class DpoSection(Section):
     """Optimizer steps, each on policy.train_global_batch_size / 2 pairs."""
     eval_every: int = Field(default=10, ge=1, le=MOST)
     """Steps between evaluations on the held-out pairs."""
+    eval_at_start: bool = True
+    """Evaluate before the first step too, as step 0."""
     beta: float = Field(default=0.1, gt=0)
     """Coefficient of the implicit KL constraint: reward per nat of log-ratio."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
@@ -75,6 +77,7 @@ def run_dpo(session: Session[PairInputs], model: str) -> None:
             name="DPO",
             num_steps=dpo.steps,
             eval_every=dpo.eval_every,
+            eval_at_start=dpo.eval_at_start,
             start=start,
         )
 

@@ -119,6 +119,7 @@ def run_grpo(session: Session[ProblemInputs], model: str) -> None:
                 name="GRPO",
                 num_steps=grpo.steps,
                 eval_every=grpo.eval_every,
+                eval_at_start=grpo.eval_at_start,
                 start=start,
                 save_also=trainer.save,
             )

@@ -249,6 +249,7 @@ def run_ppo(session: Session[ProblemInputs], model: str) -> None:
             name="PPO",
             num_steps=section.steps,
             eval_every=section.eval_every,
+            eval_at_start=section.eval_at_start,
             start=start,
             save_also=values.save,
         )

@@ -39,6 +39,8 @@ class RmSection(Section):
     """Optimizer steps, each on policy.train_global_batch_size / 2 pairs."""
     eval_every: int = Field(default=10, ge=1, le=MOST)
     """Steps between evaluations on the held-out pairs."""
+    eval_at_start: bool = True
+    """Evaluate before the first step too, as step 0."""
     center_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the squared sum of a pair's scores, which keeps them around zero."""
 
@@ -74,6 +76,7 @@ def run_rm(session: Session[PairInputs], model: str) -> None:
             name="RM",
             num_steps=section.steps,
             eval_every=section.eval_every,
+            eval_at_start=section.eval_at_start,
             start=start,
         )
 

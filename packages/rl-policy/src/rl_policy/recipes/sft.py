@@ -57,6 +57,8 @@ class SftSection(Section):
     """Maximum number of optimizer steps."""
     eval_every: int = Field(default=20, ge=1, le=MOST)
     """Steps between evaluations."""
+    eval_at_start: bool = True
+    """Evaluate before the first step too, as step 0."""
     stop_pass_rate: float | None = Field(default=None, gt=0, le=1)
     """Stop early at this pass@`pass_samples` on the validation problems: GRPO gets no signal from a
     problem that no sample solves. null: take all steps."""
@@ -151,6 +153,7 @@ def run_sft(session: Session[ProblemInputs], model: str) -> None:
             name="SFT",
             num_steps=sft.steps,
             eval_every=sft.eval_every,
+            eval_at_start=sft.eval_at_start,
             start=start,
         )
     if sft.stop_pass_rate is not None and not trainer.is_done:

@@ -271,6 +271,7 @@ def run_loop(
     name: str,
     num_steps: int,
     eval_every: int,
+    eval_at_start: bool = True,
     start: RunState,
     save_also: Callable[[Path], None] | None = None,
 ) -> None:
@@ -283,6 +284,7 @@ def run_loop(
         name: Of the phase, for the display.
         num_steps: The last step.
         eval_every: Steps between two measurements.
+        eval_at_start: Whether a new run measures before its first step.
         start: The state of the checkpoint that `policy` was loaded from; step 0 for a new run.
         save_also: Writes what else a checkpoint has into its directory.
     """
@@ -291,7 +293,7 @@ def run_loop(
         session.open_log(state) as log,
         session.display.phase(name, total=num_steps, completed=state.step) as phase,
     ):
-        if state.is_new:
+        if state.is_new and eval_at_start:
             state = _record(trainer, state, trainer.measure_start(), log=log, phase=phase)
         while state.step < num_steps and not state.is_done:
             step = state.step + 1

@@ -47,6 +47,8 @@ class PolicyGradientSection(Section):
     needs an untruncated sampler and no correction: no top_k, no top_p, no importance_cap."""
     eval_every: int = Field(default=5, ge=1, le=MOST)
     """Steps between evaluations of held-out accuracy."""
+    eval_at_start: bool = True
+    """Evaluate before the first step too, as step 0."""
     warm_up: bool | None = None
     """Start with supervised fine-tuning. null: only for the built-in model, which is untrained, and
     without an environment."""
