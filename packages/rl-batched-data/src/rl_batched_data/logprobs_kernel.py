@@ -262,7 +262,12 @@ class _Sums:
             count = min(task.top_k, logits_nv.shape[1])
             values_nk, places_nk = logits_nv.topk(count, dim=1)
             self._add_top(values_nk, places_nk + (task.vocab_start + cols.start))
-        self._rebase(torch.maximum(self.highest_N, logits_nv.amax(1)))
+        highest_n = torch.maximum(self.highest_N, logits_nv.amax(1))
+        if cols.start == 0:
+            # Nothing was added to these positions before.
+            self.highest_N.copy_(highest_n)
+        else:
+            self._rebase(highest_n)
         logits_nv.sub_(self.highest_N[:, None])
         if task.with_entropy:
             # The clamp makes p * log p zero, not NaN, for logits of -inf.
@@ -301,7 +306,7 @@ class _Sums:
     def _rebase(self, highest_N: torch.Tensor) -> None:
         """Rescale the sums to a new running maximum."""
         # With d = old - new maximum: total' = e^d total, weighted' = e^d (weighted + d total). The
-        # clamp keeps d finite for the first tile, where 0 * -inf would be NaN.
+        # clamp keeps d finite after a tile of -inf alone, where 0 * -inf would be NaN.
         change_N = (self.highest_N - highest_N).clamp_(min=_LOWEST)
         factor_N = change_N.exp()
         self.weighted_N.addcmul_(change_N, self.total_N).mul_(factor_N)

@@ -280,11 +280,15 @@ class Engine(Protocol):
 @contextmanager
 def module_mode(modules: Sequence[nn.Module], *, training: bool) -> Generator[None, None, None]:
     """Run the body with `modules` in train or eval mode; restore the mode of each."""
-    before = [module.training for module in modules]
-    for module in modules:
+    # To set a mode costs more than to look: each assignment goes through `nn.Module.__setattr__`.
+    others = [
+        module for module in modules if any(each.training != training for each in module.modules())
+    ]
+    before = [module.training for module in others]
+    for module in others:
         module.train(training)
     try:
         yield
     finally:
-        for module, was_training in zip(modules, before, strict=True):
+        for module, was_training in zip(others, before, strict=True):
             module.train(was_training)

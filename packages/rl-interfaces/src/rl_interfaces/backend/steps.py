@@ -220,7 +220,11 @@ def gather_numbers(
         group: The ranks.
         device: The device of the group's collectives.
     """
-    table = torch.zeros(dist.get_world_size(group), len(numbers), dtype=torch.int64)
+    num_ranks = dist.get_world_size(group)
+    if num_ranks == 1:
+        # On a GPU, reading them back would wait for all that is queued there.
+        return [list(numbers)]
+    table = torch.zeros(num_ranks, len(numbers), dtype=torch.int64)
     table[dist.get_rank(group)] = torch.tensor(numbers)
     table = table.to(device, non_blocking=True)
     dist.all_reduce(table, group=group)
