@@ -3,7 +3,7 @@
 A call is checked and planned, its batch goes into Ray's object store, every rank is called, and
 the results are merged in the caller's order. The ranks compute nothing: they take their rows and
 return as many zeros. Up to 8 they are processes of their own; beyond, all of them are one process,
-which the driver calls once for each, so that all of the driver's work is real.
+and all relays are another, which is called once for each, so that all of the driver's work is real.
 
 The driver's processor seconds are those of all its threads, Ray's too. `bare calls` are those of as
 many calls without arguments and results, which is Ray's own cost of a rank; `own` is the rest. The
@@ -13,6 +13,7 @@ seconds of the larger half of the sizes: 1 is linear.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import time
@@ -24,11 +25,13 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+from ray.actor import ActorHandle
 from report import Row, parse_options, report
 from rl_batched_data import BatchedDataDict
 from rl_interfaces import LossType, resolve_policy_config
 from rl_policy import NamedSharding, RayVirtualCluster, RayWorkerGroup
 from rl_policy.dispatch import Dispatcher, gather_scores, merge_train_results
+from rl_policy.ray.relays import FAN_OUT, Relays
 
 RUNS = 5
 WIDTH = 64
@@ -70,11 +73,30 @@ class TokenLoss:
 class OneProcessGroup(RayWorkerGroup):
     """Many ranks that are one process: the only one of `group`, whose calls are this group's."""
 
-    def __init__(self, group: RayWorkerGroup, ranks: int) -> None:
+    def __init__(self, group: RayWorkerGroup, ranks: int, *, fan_out: int = FAN_OUT) -> None:
         vars(self).update(vars(group))
         self.sharding = NamedSharding(np.arange(ranks), ["data_parallel"])
         self._hosts = group._hosts * ranks
         self._place(group._nodes * ranks)
+        if ranks > fan_out:
+            self._relays = OneProcessRelays(self._hosts, self._nodes, fan_out=fan_out)
+            self._relays.await_start(timeout_s=60)
+
+    def end_relays(self) -> None:
+        """End the relays alone; the ranks are those of the group."""
+        if self._relays is not None:
+            self._relays.kill()
+
+
+class OneProcessRelays(Relays):
+    """As many relays as the ranks need, all in one process."""
+
+    def __init__(self, hosts: Sequence[ActorHandle], nodes: Sequence[str], *, fan_out: int) -> None:
+        super().__init__(hosts, nodes=nodes, name="idle", lanes=[], fan_out=len(hosts))
+        (every,) = self._ranks
+        self._fan_out = fan_out
+        self._ranks = [every[start : start + fan_out] for start in range(0, len(every), fan_out)]
+        self._actors *= len(self._ranks)
 
 
 def make_batch(rows: int) -> BatchedDataDict:
@@ -214,6 +236,8 @@ def main() -> None:
     """Print and write the tables and the exponents."""
     options = parse_options(__doc__)
     quick = options.quick
+    # As a command of rl-policy does: the collector goes through what calls make alone.
+    gc.freeze()
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
     rows: list[Row] = []
     exponents: list[Row] = []
@@ -239,6 +263,7 @@ def main() -> None:
                             processes=1,
                         )
                         by_ranks.setdefault((call, batching), []).append(row)
+                group.end_relays()
             by_rows: dict[tuple[str, str], list[Row]] = {}
             group = OneProcessGroup(only, 8)
             for count in (512, 8192) if quick else (512, 8192, 131_072, 1_000_000):

@@ -11,6 +11,7 @@ from rl_batched_data import BatchedDataDict
 from rl_policy.ray.objects import (
     BatchStore,
     PackedResult,
+    join_results,
     pack_result,
     take_rows,
     unpack_result,
@@ -182,6 +183,27 @@ def test_tensors_arrive_as_they_are(dtype, shape):
 def test_lists_of_floats_arrive_bit_for_bit(values):
     found, _ = sent({"values": values})
     assert [value.hex() for value in found["values"]] == [value.hex() for value in values]
+
+
+@pytest.mark.parametrize("result", [{}, {"none": None}, {"empty": torch.empty(0, 3)}])
+def test_a_result_without_numbers_arrives(result):
+    found, _ = sent(result)
+    assert found.keys() == result.keys()
+    assert getattr(found.get("empty"), "shape", (0, 3)) == (0, 3)
+
+
+def test_results_of_ranks_are_joined_in_one_buffer():
+    scores = BatchedDataDict(logprobs=torch.rand(2, 3), lengths=torch.tensor([1, 2]))
+    texts = BatchedDataDict(text=["a"])
+    results = {4: scores, 7: pack_result({"lr": [0.5], "norm": torch.ones(1)}), 8: texts, 9: None}
+    buffers = []
+    packed = pickle.dumps(join_results(results), protocol=5, buffer_callback=buffers.append)
+    found = unpack_result(pickle.loads(packed, buffers=buffers))
+    assert len(buffers) == 1
+    assert list(found) == [4, 7, 8, 9]
+    assert found[4] == scores
+    assert found[7] == {"lr": [0.5], "norm": torch.ones(1)}
+    assert (found[8], found[9]) == (texts, None)
 
 
 def test_what_has_no_bytes_of_its_own_is_left_as_it_is():

@@ -9,6 +9,7 @@ import ray
 from rl_batched_data import BatchedDataDict
 from rl_policy import NamedSharding, RayVirtualCluster, RayWorkerGroup
 from rl_policy.ray.failures import WorkerDiedError, WorkerGroupError
+from rl_policy.ray.relays import FAN_OUT
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -30,18 +31,24 @@ def probe(stranger_path):
     return probe_worker
 
 
+# A relay for each of two ranks is seen from the driver as none is.
+@pytest.fixture(scope="module", params=[FAN_OUT, 1], ids=["direct", "relayed"])
+def fan_out(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def shared_group(cluster, probe):
+def shared_group(cluster, probe, fan_out):
     """A group for the tests after which it is still usable."""
-    group = start(cluster, probe.ProbeWorker)
+    group = start(cluster, probe.ProbeWorker, fan_out=fan_out)
     yield group
     group.shutdown()
 
 
 @pytest.fixture
-def group(cluster, probe):
+def group(cluster, probe, fan_out):
     """A group for a test that breaks it."""
-    group = start(cluster, probe.ProbeWorker)
+    group = start(cluster, probe.ProbeWorker, fan_out=fan_out)
     yield group
     group.shutdown()
 

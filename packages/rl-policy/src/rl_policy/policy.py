@@ -636,7 +636,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         `RayVirtualCluster.get_master_address_and_port` returns an address and a port for it.
         """
         self._backend.require_sending()
-        return self._group.submit_all("init_collective", ip, port, world_size).refs
+        return self._group.start_all("init_collective", ip, port, world_size)
 
     def prepare_refit_info(self) -> RefitInfo | None:
         """Return `{name: (shape, wire dtype)}` of every tensor that is sent, in order."""
@@ -667,7 +667,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     def broadcast_weights_for_collective(self) -> list[ray.ObjectRef[None]]:
         """Broadcast every tensor, in order; the futures are not awaited."""
         self.require_ready_to_send()
-        return self._group.submit_all("broadcast_weights_for_collective").refs
+        return self._group.start_all("broadcast_weights_for_collective")
 
     # Information and the end
 

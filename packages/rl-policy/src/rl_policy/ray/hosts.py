@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import ray
 import torch
@@ -341,45 +342,39 @@ def create_host(
     return host
 
 
-def call_worker(
-    host: ActorHandle,
-    method: str,
-    keep_result: bool,
-    *,
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-) -> ray.ObjectRef:
-    """Start a call of the worker's `method`; the future is of None unless `keep_result`."""
-    return host.call.remote(method, keep_result, *args, **kwargs)
+class HostCall(NamedTuple):
+    """A call of a method of `WorkerHost`, before a rank is called."""
+
+    method: str
+    args: tuple[object, ...] = ()
+    """References among them are replaced by what they refer to."""
+    kwargs: Mapping[str, object] = MappingProxyType({})
+    lane: str | None = None
+    """The thread that runs it, after the calls that were made in its lane. None: the main one."""
+
+    def start(self, host: ActorHandle) -> ray.ObjectRef:
+        """Call a rank."""
+        call = getattr(host, self.method)
+        if self.lane is not None:
+            call = call.options(concurrency_group=self.lane)
+        return call.remote(*self.args, **self.kwargs)
 
 
-def call_in_lane(
-    host: ActorHandle,
-    method: str,
-    keep_result: bool,
-    *,
-    lane: str,
-    args: Sequence[object],
-    kwargs: Mapping[str, object],
-) -> ray.ObjectRef:
-    """Do as `call_worker`, after the calls that were made in the same lane alone."""
-    in_lane = host.call.options(concurrency_group=lane)
-    return in_lane.remote(method, keep_result, *args, **kwargs)
+def rows_call(
+    method: str, keep_result: bool, *, arguments: ray.ObjectRef, rows: RowsOfRank
+) -> HostCall:
+    """Return the call of a worker's method with rows of a batch.
 
-
-def call_on_rows(
-    host: ActorHandle,
-    method: str,
-    keep_result: bool,
-    *,
-    arguments: ray.ObjectRef,
-    rows: RowsOfRank,
-) -> ray.ObjectRef:
-    """Do as `call_worker`, with rows of a batch and the keyword arguments in the object store."""
+    Args:
+        method: The worker's method.
+        keep_result: Whether its result is returned.
+        arguments: Its keyword arguments, in the object store.
+        rows: Its rows.
+    """
     # As bytes, which Ray takes as they are: sending two objects took the driver twice as long.
     places = pickle.dumps((rows.plan, rows.sources), protocol=5)
     # Ray replaces the references that are arguments by what they refer to, so none is in a tuple.
-    return host.call_on_rows.remote(method, keep_result, arguments, places, *rows.blocks)
+    return HostCall("call_on_rows", (method, keep_result, arguments, places, *rows.blocks))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,8 +12,8 @@ a call does not have is dropped, so that no more is held than the columns of one
 A result comes back as one buffer that has all its numbers:
 
     {"global_loss": float32 [1], "rank": 0, "all_mb_metrics": {"lr": [1e-3, 1e-3]}}
-    -> structure {"global_loss": <4 bytes at 0>, "rank": 0, "all_mb_metrics": {"lr": <16 at 8>}}
-       numbers   uint8 [24]
+    -> structure {"global_loss": <4 bytes at 0>, "rank": 0, "all_mb_metrics": {"lr": <floats 0, 1>}}
+       numbers   uint8 [16 of floats + 16]
 
 Ray pickles each tensor with a storage of its own, and each number of a list as an object, which the
 driver would unpickle for every rank. A `BatchedDataDict` needs no packing: its columns are buffers.
@@ -187,13 +187,26 @@ def _version(column: object) -> int | None:
 
 
 class _Numbers(NamedTuple):
-    """Where the buffer has a tensor, or a list of floats."""
+    """Where the buffer has a tensor."""
+
+    start: int
+    """The first byte after the floats."""
+    end: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class _Floats(NamedTuple):
+    """Which of the buffer's floats are a list."""
 
     start: int
     end: int
-    dtype: torch.dtype
-    shape: tuple[int, ...] | None
-    """None: a list of floats."""
+
+
+class _Columns(NamedTuple):
+    """A `BatchedDataDict` of tensors."""
+
+    places: dict[str, _Numbers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,36 +214,52 @@ class PackedResult:
     """What `pack_result` returns."""
 
     structure: Any
-    """The result, with `_Numbers` in place of tensors and lists of floats."""
+    """The result, with `_Numbers`, `_Floats` and `_Columns` in place of what the buffer has."""
     numbers: BatchedDataDict
-    """`bytes` uint8 `[bytes]`, which the driver reads in place."""
+    """`bytes` uint8 `[bytes]`, which the driver reads in place: first all floats as float64."""
+    num_floats: int
 
 
 def pack_result(result: object) -> object:
     """Return a dict of a worker as a `PackedResult`, and anything else as it is."""
-    if type(result) is not dict:
-        return result
+    return _pack(result) if type(result) is dict else result
+
+
+def join_results(results: Mapping[int, object]) -> PackedResult:
+    """Return the results of some ranks, each packed or not, as one of `{rank: result}`."""
+    return _pack({rank: unpack_result(result) for rank, result in results.items()})
+
+
+def _pack(result: dict[Any, object]) -> PackedResult:
+    floats: list[float] = []
     pieces: list[torch.Tensor] = []
     size = 0
 
-    def pack(value: object) -> object:
+    def pack_tensor(tensor: torch.Tensor) -> _Numbers:
         nonlocal size
+        piece, start = tensor.contiguous().reshape(-1).view(torch.uint8), size
+        size += _aligned(len(piece))
+        pieces.extend([piece, piece.new_zeros(size - start - len(piece))])
+        return _Numbers(start, start + len(piece), tensor.dtype, tuple(tensor.shape))
+
+    def pack(value: object) -> object:
         if type(value) is dict:
             return {key: pack(entry) for key, entry in value.items()}
         if _is_floats(value):
-            tensor, shape = torch.tensor(value, dtype=torch.float64), None
-        elif _is_plain(value):
-            tensor, shape = value.contiguous().reshape(-1), tuple(value.shape)
-        else:
-            return value
-        piece, start = tensor.view(torch.uint8), size
-        size += -(-len(piece) // _ALIGNMENT) * _ALIGNMENT
-        pieces.extend([piece, piece.new_zeros(size - start - len(piece))])
-        return _Numbers(start, start + len(piece), tensor.dtype, shape)
+            floats.extend(value)
+            return _Floats(len(floats) - len(value), len(floats))
+        if _is_plain(value):
+            return pack_tensor(value)
+        if type(value) is BatchedDataDict and all(map(_is_plain, value.values())):
+            return _Columns({key: pack_tensor(column) for key, column in value.items()})
+        return value
 
     structure = pack(result)
-    buffer = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
-    return PackedResult(structure, BatchedDataDict(bytes=buffer))
+    head = torch.zeros(_aligned(8 * len(floats)) // 8, dtype=torch.float64)
+    head[: len(floats)] = torch.tensor(floats, dtype=torch.float64)
+    # Never empty: an empty array that was pickled has no strides by which it could be viewed.
+    buffer = torch.cat([head.view(torch.uint8), *pieces, torch.zeros(1, dtype=torch.uint8)])
+    return PackedResult(structure, BatchedDataDict(bytes=buffer), len(floats))
 
 
 def unpack_result(result: object) -> Any:
@@ -238,16 +267,30 @@ def unpack_result(result: object) -> Any:
     if not isinstance(result, PackedResult):
         return result
     buffer: torch.Tensor = result.numbers["bytes"]
+    # All at once: a call of torch for each list would take longer than its numbers.
+    floats: list[float] = buffer[: 8 * result.num_floats].view(torch.float64).tolist()
+    tensors = buffer[_aligned(8 * result.num_floats) :]
+
+    def tensor_at(place: _Numbers) -> torch.Tensor:
+        return tensors[place.start : place.end].view(place.dtype).view(place.shape)
 
     def unpack(value: object) -> object:
         if type(value) is dict:
             return {key: unpack(entry) for key, entry in value.items()}
-        if not isinstance(value, _Numbers):
-            return value
-        numbers = buffer[value.start : value.end].view(value.dtype)
-        return numbers.tolist() if value.shape is None else numbers.view(value.shape)
+        if type(value) is _Floats:
+            return floats[value.start : value.end]
+        if type(value) is _Numbers:
+            return tensor_at(value)
+        if type(value) is _Columns:
+            places = value.places.items()
+            return BatchedDataDict({key: tensor_at(place) for key, place in places})
+        return value
 
     return unpack(result.structure)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _is_floats(value: object) -> TypeGuard[list[float]]:

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
@@ -24,17 +23,17 @@ from rl_policy.ray.failures import (
 from rl_policy.ray.hosts import (
     GRACE_S,
     GroupKind,
+    HostCall,
     HostedWorker,
     Outcome,
     SpareHosts,
-    call_in_lane,
-    call_on_rows,
-    call_worker,
     create_host,
     rank_environments,
+    rows_call,
     wait_for_ranks,
 )
 from rl_policy.ray.objects import BatchStore, unpack_result
+from rl_policy.ray.relays import FAN_OUT, Relays
 from rl_policy.ray.sharding import DATA_AXIS, NamedSharding
 
 if TYPE_CHECKING:
@@ -55,11 +54,15 @@ class RankCall:
     method: str
     """The method that was called."""
     refs: list[ray.ObjectRef]
-    """One future per rank."""
+    """One future per rank, or per relay."""
     result_ranks: list[int]
     """The ranks whose results are used; the others hold the same and return None."""
     ranks: list[int] | None = None
     """The rank of each future. None: 0, 1, ..."""
+    lane: str | None = None
+    """The lane that it was made in, see `HostCall`."""
+    is_relayed: bool = False
+    """Whether the futures are those of relays."""
 
 
 class RayWorkerGroup:
@@ -84,6 +87,8 @@ class RayWorkerGroup:
         lanes: Names of further such threads, each for the calls of `submit_to` that name it.
         ranks_stand_alone: Whether the ranks do not need each other. One that dies then leaves the
             group usable: calls go to the others, until `replace` and `restore` bring it back.
+        fan_out: Ranks that are called from one place: where there are more, and they need each
+            other, the driver calls relays, and each of these that many ranks.
 
     Raises:
         ValueError: The number of bundles is not the number of ranks of `sharding`.
@@ -105,6 +110,7 @@ class RayWorkerGroup:
         takes_calls_beside: bool = False,
         lanes: Sequence[str] = (),
         ranks_stand_alone: bool = False,
+        fan_out: int = FAN_OUT,
     ) -> None:
         self.ranks_stand_alone = ranks_stand_alone
         self._lost: set[int] = set()
@@ -113,6 +119,8 @@ class RayWorkerGroup:
         self.name = name
         self.sharding = sharding
         self._hosts: list[ActorHandle] = []
+        self._relays: Relays | None = None
+        self._fan_out = fan_out
         self._failure: Exception | None = None
         self._ended_in_order: bool | None = None
         self._is_handed_over = False
@@ -204,8 +212,10 @@ class RayWorkerGroup:
 
     def peak_memory(self) -> list[int]:
         """Return the most bytes that each rank has had allocated, see `WorkerHost.peak_memory`."""
-        self._refuse_after_end()
-        return self.wait(self._call_hosts("peak_memory"))
+        calls = [HostCall("peak_memory")] * len(self.ranks)
+        return self.wait(
+            self._submit("peak_memory", calls, ranks=self.ranks, result_ranks=self.ranks)
+        )
 
     def run_sharded(
         self, method: str, data: BatchedDataDict, plans: Sequence[ShardPlan], **kwargs: object
@@ -226,11 +236,19 @@ class RayWorkerGroup:
     def submit_all(self, method: str, *args: object, **kwargs: object) -> RankCall:
         """Start what `run_all` runs, without waiting for it."""
         ranks = self.ranks
-        calls = [
-            partial(call_worker, self._hosts[rank], method, args=args, kwargs=kwargs)
-            for rank in ranks
-        ]
+        calls = [HostCall("call", (method, True, *args), kwargs)] * len(ranks)
         return self._submit(method, calls, ranks=ranks, result_ranks=ranks)
+
+    def start_all(self, method: str, *args: object, **kwargs: object) -> list[ray.ObjectRef]:
+        """Call `method` with the same arguments on every rank; return Ray's future of each.
+
+        They are not awaited here: no other call may follow before they are.
+        """
+        ranks = self.ranks
+        calls = [HostCall("call", (method, True, *args), kwargs)] * len(ranks)
+        return self._submit(
+            method, calls, ranks=ranks, result_ranks=ranks, may_be_relayed=False
+        ).refs
 
     def submit_beside(self, method: str, *args: object, **kwargs: object) -> RankCall:
         """Start a call on every rank that does not wait for the others that run there.
@@ -245,17 +263,7 @@ class RayWorkerGroup:
     ) -> RankCall:
         """Do as `submit_beside`, on some ranks, in ascending order."""
         chosen = list(ranks)
-        calls = [
-            partial(
-                call_in_lane,
-                self._hosts[rank],
-                method,
-                lane=_BESIDE,
-                args=args,
-                kwargs=kwargs,
-            )
-            for rank in chosen
-        ]
+        calls = [HostCall("call", (method, True, *args), kwargs, _BESIDE)] * len(chosen)
         return self._submit(method, calls, ranks=chosen, result_ranks=chosen)
 
     def submit_to(
@@ -277,7 +285,7 @@ class RayWorkerGroup:
             The future of the result, which `ray.get` returns. `failure_of` explains its errors.
         """
         self._refuse_after_end()
-        return call_in_lane(self._hosts[rank], method, True, lane=lane, args=args, kwargs=kwargs)
+        return HostCall("call", (method, True, *args), kwargs, lane).start(self._hosts[rank])
 
     def failure_of(self, rank: int, method: str, failure: Exception) -> Exception:
         """Return the exception to raise for what Ray raised for a call of `submit_to`.
@@ -295,12 +303,19 @@ class RayWorkerGroup:
         placed = self._store.put(data, plans)
         # Pickled once, not once per rank: a loss comes with what it closes over.
         arguments = ray.put(kwargs)
-        calls: list[Callable[[bool], ray.ObjectRef]] = []
         ranks = self.ranks
-        for rank in ranks:
-            host, own = self._hosts[rank], placed[self._coordinates[rank]][self._nodes[rank]]
-            calls.append(partial(call_on_rows, host, method, arguments=arguments, rows=own))
         leaders = [rank for rank in self._leaders if rank in ranks]
+        # The other ranks return None: copies of a result would only fill the object store.
+        kept = set(leaders)
+        calls = [
+            rows_call(
+                method,
+                rank in kept,
+                arguments=arguments,
+                rows=placed[self._coordinates[rank]][self._nodes[rank]],
+            )
+            for rank in ranks
+        ]
         return self._submit(method, calls, ranks=ranks, result_ranks=leaders)
 
     def keeping_batches(self) -> AbstractContextManager[None]:
@@ -319,7 +334,14 @@ class RayWorkerGroup:
             grace_s: Seconds that the other ranks have to finish once one has failed; the group is
                 killed if one has not by then.
         """
-        outcome = wait_for_ranks(call.refs, call.ranks, timeout_s=timeout_s, grace_s=grace_s)
+        if call.is_relayed:
+            assert self._relays is not None, "they make the call"
+            assert call.ranks is not None, "of `_submit`"
+            outcome = self._relays.wait(
+                call.refs, call.ranks, lane=call.lane, timeout_s=timeout_s, grace_s=grace_s
+            )
+        else:
+            outcome = wait_for_ranks(call.refs, call.ranks, timeout_s=timeout_s, grace_s=grace_s)
         if outcome.failures:
             self._fail(outcome, call.method)
         if outcome.unfinished:
@@ -361,6 +383,14 @@ class RayWorkerGroup:
     ) -> None:
         placements = self.wait(self._call_hosts("locate"), timeout_s)
         self._place([placement.node_id for placement in placements])
+        if self.world_size > self._fan_out and not self.ranks_stand_alone:
+            self._relays = Relays(
+                self._hosts,
+                nodes=self._nodes,
+                name=self.name,
+                lanes=self._lanes,
+                fan_out=self._fan_out,
+            )
         # Rank 0 holds the port from here on, so that no other process can take it before the
         # worker's rendezvous listens there.
         address = self._hosts[0].reserve_address.remote()
@@ -384,6 +414,8 @@ class RayWorkerGroup:
         self._environments = environments
         refs = [host.construct.remote(*self._construction) for host in self._hosts]
         self.wait(RankCall(method="__init__", refs=refs, result_ranks=ranks), timeout_s)
+        if self._relays is not None:
+            self._relays.await_start(timeout_s)
 
     def _place(self, nodes: Sequence[str]) -> None:
         """Note which rows each rank gets, and on which node it needs them."""
@@ -402,19 +434,24 @@ class RayWorkerGroup:
     def _submit(
         self,
         method: str,
-        calls: Sequence[Callable[[bool], ray.ObjectRef]],
+        calls: Sequence[HostCall],
         *,
         ranks: list[int],
         result_ranks: list[int],
+        may_be_relayed: bool = True,
     ) -> RankCall:
-        """Start a call on some ranks, in rank order."""
+        """Start a call of some ranks, in rank order."""
         self._refuse_after_end()
-        # The other ranks return None: copies of a result would only fill the object store.
-        kept = set(result_ranks)
+        relays = self._relays if may_be_relayed else None
+        called = dict(zip(ranks, calls, strict=True))
         refs: list[ray.ObjectRef] = []
         try:
-            for rank, call in zip(ranks, calls, strict=True):
-                refs.append(call(rank in kept))
+            if relays is None:
+                for rank, call in called.items():
+                    refs.append(call.start(self._hosts[rank]))
+            else:
+                for ref in relays.start(called):
+                    refs.append(ref)
         except BaseException:
             # Some ranks have received a call that the others never will: they would wait for them
             # in the next collective.
@@ -423,7 +460,14 @@ class RayWorkerGroup:
                 self._failure = WorkerGroupError(reached)
                 self._kill()
             raise
-        return RankCall(method=method, refs=refs, result_ranks=result_ranks, ranks=ranks)
+        return RankCall(
+            method=method,
+            refs=refs,
+            result_ranks=result_ranks,
+            ranks=ranks,
+            lane=calls[0].lane if calls else None,
+            is_relayed=relays is not None,
+        )
 
     def _refuse_after_end(self) -> None:
         if self._failure is not None:
@@ -469,6 +513,8 @@ class RayWorkerGroup:
 
     def _kill(self) -> None:
         """End every actor, unless they are spare ones, or another group's, by now."""
+        if ray.is_initialized() and self._relays is not None:
+            self._relays.kill()
         if ray.is_initialized() and not self._is_handed_over:
             for host in self._hosts:
                 ray.kill(host)

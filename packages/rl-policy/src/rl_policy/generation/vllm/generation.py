@@ -488,9 +488,9 @@ class VllmGeneration(GenerationInterface):
             raise ValueError(
                 f"world_size={world_size} does not fit {self.num_receivers} receivers and a trainer"
             )
-        return self._engines.submit_all(
+        return self._engines.start_all(
             "init_collective", ip, port, world_size, timeout_s=self._timeout_s
-        ).refs
+        )
 
     def update_weights_from_collective(self) -> list[ray.ObjectRef[None]]:
         """Receive the tensors of `prepare_refit_info` over the group of `init_collective`.
@@ -498,7 +498,7 @@ class VllmGeneration(GenerationInterface):
         Returns:
             Futures that are not awaited, as the trainer has to broadcast at the same time.
         """
-        return self._engines.submit_all("update_from_collective", self._known_info()).refs
+        return self._engines.start_all("update_from_collective", self._known_info())
 
     def update_weights(self, handles: DeviceHandles) -> bool:
         """Load one group of the tensors of `prepare_refit_info`; return True.
