@@ -157,6 +157,12 @@ def test_a_group_whose_ranks_are_idle_again_stays_usable(shared_group):
     assert shared_group.run_all("all_reduce") == [1.0, 1.0]
 
 
+def test_a_rank_has_some_time_to_finish_after_another_has_failed(shared_group):
+    with pytest.raises(ValueError, match="rank 1 does not like this"):
+        shared_group.run_all("fail", ranks=[1], others_take_s=1.0)
+    assert shared_group.run_all("all_reduce") == [1.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("method", "message"),
     [("fail_unpicklable", "this and that"), ("fail_with_lambda", "holds a lambda")],

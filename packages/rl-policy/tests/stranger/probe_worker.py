@@ -55,9 +55,10 @@ class ProbeWorker:
     def echo(self, shard, suffix=""):
         return (self.rank, shard["word"], suffix)
 
-    def fail(self, ranks, then_reduce=False):
+    def fail(self, ranks, then_reduce=False, others_take_s=0.0):
         if self.rank in ranks:
             raise ValueError(f"rank {self.rank} does not like this")
+        time.sleep(others_take_s)
         if then_reduce:
             self.all_reduce()
 
