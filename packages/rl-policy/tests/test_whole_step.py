@@ -113,10 +113,21 @@ def test_plain_transformers_is_measured_where_one_process_trains_and_samples():
     def sides(ranks, sampler, **options):
         return [run.side for run in runs_of(TOY, ranks=ranks, samplers=(sampler,), **options)]
 
-    assert sides(1, WORKERS) == ["rl-policy", "rl-policy", "plain transformers", "TRL"]
+    assert sides(1, WORKERS)[-2:] == ["plain transformers", "TRL"]
     for ranks, sampler in ((2, WORKERS), (1, APART)):
         assert "plain transformers" not in sides(ranks, sampler)
     assert "plain transformers" not in sides(1, WORKERS, with_trl=False)
+
+
+def test_log_probabilities_of_sampling_are_reused_where_the_trainer_samples(tmp_path):
+    from whole_step.work import APART, TOY, WORKERS, runs_of, settings
+
+    def reused(sampler):
+        runs = runs_of(TOY, ranks=1, samplers=(sampler,))
+        return [run.variant for run in runs if "grpo.old_logprobs" in settings(run, tmp_path)]
+
+    assert reused(WORKERS) == ["shared, reused"]
+    assert reused(APART) == []
 
 
 def test_plain_transformers_has_columns_of_its_own():

@@ -93,7 +93,7 @@ class Run:
     ranks: int
     sampler: str = WORKERS
     variant: str = ""
-    """What is switched on for it: `packed`, `shared`, both or nothing."""
+    """What is switched on for it, of `packed`, `shared` and `reused`, with commas."""
 
 
 def runs_of(
@@ -104,7 +104,9 @@ def runs_of(
     On one rank plain transformers is beside the two where the trainer samples.
     """
     own = [Run(side="rl-policy", work=work, ranks=ranks, sampler=each) for each in samplers]
-    variants = ("packed", "shared", "packed, shared") if work.is_ragged else ("shared",)
+    variants = ["packed", "shared", "packed, shared"] if work.is_ragged else ["shared"]
+    if samplers[0] == WORKERS:
+        variants.append("shared, reused")
     own += [replace(run, variant=variant) for variant in variants for run in own]
     if with_trl and ranks == 1 and samplers[0] == WORKERS:
         own.append(Run(side=PLAIN, work=work, ranks=ranks))
@@ -129,6 +131,10 @@ def differences(sampler: str) -> list[str]:
         "of a group once; `packed` is with `policy.sequence_packing`. TRL has neither on.",
     ]
     if sampler == WORKERS:
+        found.append(
+            "`reused` is with `grpo.old_logprobs=sampler`: the log-probabilities before the update "
+            "are those of sampling, and are not computed again. TRL computes them again."
+        )
         found.append(
             "`plain transformers`, on one process, is no trainer: it samples by `generate`, "
             "computes the log-probabilities of policy and reference, and takes the optimizer "
@@ -230,6 +236,8 @@ def settings(run: Run, inputs: Path) -> dict[str, object]:
     }
     if "shared" in run.variant:
         chosen["policy.dtensor_cfg.share_prefixes"] = "true"
+    if "reused" in run.variant:
+        chosen["grpo.old_logprobs"] = "sampler"
     if "packed" in run.variant:
         tokens = work.mbs * (64 + work.max_new_tokens)
         chosen |= {
