@@ -95,6 +95,14 @@ def test_failures_behind_both_relays_are_told_together(group):
     assert group.run_all("all_reduce") == [3.0] * RANKS
 
 
+def test_a_call_that_fails_before_another_that_was_started_is_told(group):
+    first = group.submit_all("fail", ranks=[1])
+    second = group.submit_all("all_reduce")
+    assert group.wait(second) == [3.0] * RANKS
+    with pytest.raises(ValueError, match="rank 1 does not like this"):
+        group.wait(first)
+
+
 @pytest.mark.parametrize("is_busy", [True, False])
 def test_a_relay_that_dies_is_named_and_ends_the_group(group, is_busy, wait_until_gone):
     ranks = [answer["pid"] for answer in group.run_all("describe")]

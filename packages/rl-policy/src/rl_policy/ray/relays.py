@@ -3,8 +3,8 @@
     driver --start--> relay --HostCall--> its ranks
     driver <--results of its ranks-- relay
 
-A call costs its caller about a third of a millisecond for each process that it calls. Over a
-thousand ranks that is a third of a second for each call of a step, in which all of them wait. With
+A call costs its caller a quarter to half a millisecond for each process that it calls. Over a
+thousand ranks that is half a second for each call of a step, in which all of them wait. With
 `fan_out` ranks to a relay the driver calls a `fan_out`th of them.
 
 Failures are those that the driver would see itself. A relay reports as soon as one of its ranks
@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import ray
@@ -63,8 +64,8 @@ class Relay:
     def __init__(self, name: str, hosts: Mapping[int, ActorHandle]) -> None:
         self._label = name
         self._hosts = hosts
-        # The last call of each lane.
-        self._running: dict[str | None, dict[int, ray.ObjectRef]] = {}
+        # By call, those that are running or have failed and were not reported.
+        self._open: dict[int, dict[int, ray.ObjectRef]] = {}
 
     def __repr__(self) -> str:
         # Ray prefixes the actor's output with it.
@@ -73,32 +74,35 @@ class Relay:
     def ready(self) -> None:
         """Return once the process has started."""
 
-    def start(self, calls: Mapping[int, HostCall]) -> PackedResult:
-        """Call ranks, all in the same lane; return their results as one, see `join_results`.
+    def start(self, number: int, calls: Mapping[int, HostCall]) -> PackedResult:
+        """Call ranks; return their results as one, see `join_results`.
 
         Args:
+            number: Of the call, for `report`.
             calls: The call of each rank, in rank order.
 
         Raises:
             RanksFailed: One of them has failed; the others may be running.
         """
         refs = {rank: call.start(self._hosts[rank]) for rank, call in calls.items()}
-        lane = next(iter(calls.values())).lane
-        self._running[lane] = refs
+        self._open[number] = refs
         outcome = wait_for_ranks([*refs.values()], [*refs], grace_s=0.0)
         if outcome.failures:
             raise RanksFailed(f"of ranks {sorted(outcome.failures)}")
+        del self._open[number]
         return join_results(outcome.results)
 
-    def report(self, lane: str | None, grace_s: float) -> Report:
-        """Return what has become of the last call of a lane.
+    def report(self, number: int, grace_s: float) -> Report:
+        """Return what has become of a call; of one that has succeeded, nothing.
 
         Args:
-            lane: The lane.
+            number: Of the call.
             grace_s: Seconds to wait for the ranks that are still running.
         """
-        refs, limit = self._running.get(lane, {}), max(grace_s, _LOOK_S)
+        refs, limit = self._open.get(number, {}), max(grace_s, _LOOK_S)
         outcome = wait_for_ranks([*refs.values()], [*refs], timeout_s=limit, grace_s=limit)
+        if outcome.failures and not outcome.unfinished:
+            self._open.pop(number, None)
         return Report(
             failed={rank: refs[rank] for rank in outcome.failures},
             unfinished=outcome.unfinished,
@@ -126,6 +130,7 @@ class Relays:
         fan_out: int,
     ) -> None:
         self._name, self._fan_out = name, fan_out
+        self._numbers = count()
         self._ranks = [
             list(range(start, min(start + fan_out, len(hosts))))
             for start in range(0, len(hosts), fan_out)
@@ -158,20 +163,25 @@ class Relays:
             )
         ray.get(ready)
 
-    def start(self, calls: Mapping[int, HostCall]) -> Iterator[ray.ObjectRef]:
+    def new_call(self) -> int:
+        """Return a number that no call has had."""
+        return next(self._numbers)
+
+    def start(self, number: int, calls: Mapping[int, HostCall]) -> Iterator[ray.ObjectRef]:
         """Start a call of some ranks, in the same lane of each; yield the future of each relay."""
         lane = next(iter(calls.values())).lane
         for index in self._relays_of(calls):
             start = self._actors[index].start
             call = start if lane is None else start.options(concurrency_group=lane)
-            yield call.remote({rank: calls[rank] for rank in self._ranks[index] if rank in calls})
+            own = {rank: calls[rank] for rank in self._ranks[index] if rank in calls}
+            yield call.remote(number, own)
 
     def wait(
         self,
         refs: Sequence[ray.ObjectRef],
         ranks: Sequence[int],
         *,
-        lane: str | None,
+        number: int,
         timeout_s: float | None,
         grace_s: float,
     ) -> Outcome:
@@ -180,7 +190,7 @@ class Relays:
         Args:
             refs: The future of each relay.
             ranks: The ranks that were called.
-            lane: Of the call.
+            number: Of the call.
             timeout_s: Limit in seconds. None: as long as every rank is alive.
             grace_s: Seconds that the other ranks have to finish once one has failed.
         """
@@ -189,7 +199,7 @@ class Relays:
         if found.failures or found.unfinished:
             # Of which ranks, and what of the others: after the limit as it is, else after the grace
             # that all ranks have from now on.
-            self._ask(relays, outcome, lane=lane, grace_s=grace_s if found.failures else 0.0)
+            self._ask(relays, outcome, number=number, grace_s=grace_s if found.failures else 0.0)
             for index, error in found.failures.items():
                 own = self._ranks[index]
                 if not _tells_of_ranks(error) and not outcome.failures.keys() & set(own):
@@ -212,13 +222,11 @@ class Relays:
         """Return which relays have ranks among these."""
         return sorted({rank // self._fan_out for rank in ranks})
 
-    def _ask(
-        self, relays: Sequence[int], outcome: Outcome, *, lane: str | None, grace_s: float
-    ) -> None:
-        """Add the failed and the unfinished ranks of the last call of a lane to the outcome."""
+    def _ask(self, relays: Sequence[int], outcome: Outcome, *, number: int, grace_s: float) -> None:
+        """Add the failed and the unfinished ranks of a call to the outcome."""
         limit = grace_s + _ANSWER_S
         answers = [
-            self._actors[index].report.options(concurrency_group=_REPORTS).remote(lane, grace_s)
+            self._actors[index].report.options(concurrency_group=_REPORTS).remote(number, grace_s)
             for index in relays
         ]
         found = wait_for_ranks(answers, relays, timeout_s=limit, grace_s=limit)

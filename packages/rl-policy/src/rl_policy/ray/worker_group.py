@@ -58,11 +58,9 @@ class RankCall:
     result_ranks: list[int]
     """The ranks whose results are used; the others hold the same and return None."""
     ranks: list[int] | None = None
-    """The rank of each future. None: 0, 1, ..."""
-    lane: str | None = None
-    """The lane that it was made in, see `HostCall`."""
-    is_relayed: bool = False
-    """Whether the futures are those of relays."""
+    """The ranks that were called, in the futures' order. None: 0, 1, ..."""
+    number: int | None = None
+    """Of the call, which relays have made. None: the driver has."""
 
 
 class RayWorkerGroup:
@@ -334,14 +332,14 @@ class RayWorkerGroup:
             grace_s: Seconds that the other ranks have to finish once one has failed; the group is
                 killed if one has not by then.
         """
-        if call.is_relayed:
-            assert self._relays is not None, "they make the call"
-            assert call.ranks is not None, "of `_submit`"
-            outcome = self._relays.wait(
-                call.refs, call.ranks, lane=call.lane, timeout_s=timeout_s, grace_s=grace_s
-            )
-        else:
+        if call.number is None:
             outcome = wait_for_ranks(call.refs, call.ranks, timeout_s=timeout_s, grace_s=grace_s)
+        else:
+            assert self._relays is not None, "they have made the call"
+            assert call.ranks is not None, "`_submit` names them"
+            outcome = self._relays.wait(
+                call.refs, call.ranks, number=call.number, timeout_s=timeout_s, grace_s=grace_s
+            )
         if outcome.failures:
             self._fail(outcome, call.method)
         if outcome.unfinished:
@@ -443,14 +441,15 @@ class RayWorkerGroup:
         """Start a call of some ranks, in rank order."""
         self._refuse_after_end()
         relays = self._relays if may_be_relayed else None
+        number = None if relays is None else relays.new_call()
         called = dict(zip(ranks, calls, strict=True))
         refs: list[ray.ObjectRef] = []
         try:
-            if relays is None:
+            if relays is None or number is None:
                 for rank, call in called.items():
                     refs.append(call.start(self._hosts[rank]))
             else:
-                for ref in relays.start(called):
+                for ref in relays.start(number, called):
                     refs.append(ref)
         except BaseException:
             # Some ranks have received a call that the others never will: they would wait for them
@@ -461,12 +460,7 @@ class RayWorkerGroup:
                 self._kill()
             raise
         return RankCall(
-            method=method,
-            refs=refs,
-            result_ranks=result_ranks,
-            ranks=ranks,
-            lane=calls[0].lane if calls else None,
-            is_relayed=relays is not None,
+            method=method, refs=refs, result_ranks=result_ranks, ranks=ranks, number=number
         )
 
     def _refuse_after_end(self) -> None:
