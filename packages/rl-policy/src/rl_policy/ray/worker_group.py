@@ -332,14 +332,7 @@ class RayWorkerGroup:
             grace_s: Seconds that the other ranks have to finish once one has failed; the group is
                 killed if one has not by then.
         """
-        if call.number is None:
-            outcome = wait_for_ranks(call.refs, call.ranks, timeout_s=timeout_s, grace_s=grace_s)
-        else:
-            assert self._relays is not None, "they have made the call"
-            assert call.ranks is not None, "`_submit` names them"
-            outcome = self._relays.wait(
-                call.refs, call.ranks, number=call.number, timeout_s=timeout_s, grace_s=grace_s
-            )
+        outcome = self._outcome(call, timeout_s=timeout_s, grace_s=grace_s)
         if outcome.failures:
             self._fail(outcome, call.method)
         if outcome.unfinished:
@@ -463,6 +456,16 @@ class RayWorkerGroup:
             method=method, refs=refs, result_ranks=result_ranks, ranks=ranks, number=number
         )
 
+    def _outcome(self, call: RankCall, *, timeout_s: float | None, grace_s: float) -> Outcome:
+        """Wait for a call, whoever has made it."""
+        if call.number is None:
+            return wait_for_ranks(call.refs, call.ranks, timeout_s=timeout_s, grace_s=grace_s)
+        assert self._relays is not None, "they have made the call"
+        assert call.ranks is not None, "`_submit` names them"
+        return self._relays.wait(
+            call.refs, call.ranks, number=call.number, timeout_s=timeout_s, grace_s=grace_s
+        )
+
     def _refuse_after_end(self) -> None:
         if self._failure is not None:
             raise WorkerGroupError(f"{self.name} has ended: {self._failure}") from self._failure
@@ -493,8 +496,10 @@ class RayWorkerGroup:
     def _shut_workers_down(self, timeout_s: float) -> bool:
         if not ray.is_initialized():
             return False
-        refs = [self._hosts[rank].shutdown.remote() for rank in self.ranks]
-        outcome = wait_for_ranks(refs, self.ranks, timeout_s=timeout_s)
+        # By relays where there are some: it would overtake what they have not passed on yet.
+        calls = [HostCall("shutdown")] * len(self.ranks)
+        call = self._submit("shutdown", calls, ranks=self.ranks, result_ranks=self.ranks)
+        outcome = self._outcome(call, timeout_s=timeout_s, grace_s=GRACE_S)
         for rank, failure in outcome.failures.items():
             logger.warning("rank %d of %s did not end in order: %s", rank, self.name, failure)
         for rank in outcome.unfinished:
