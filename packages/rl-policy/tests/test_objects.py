@@ -188,8 +188,8 @@ def test_lists_of_floats_arrive_bit_for_bit(values):
 @pytest.mark.parametrize("result", [{}, {"none": None}, {"empty": torch.empty(0, 3)}])
 def test_a_result_without_numbers_arrives(result):
     found, _ = sent(result)
-    assert found.keys() == result.keys()
-    assert getattr(found.get("empty"), "shape", (0, 3)) == (0, 3)
+    # Which shows the shape of an empty tensor.
+    assert str(found) == str(result)
 
 
 def test_results_of_ranks_are_joined_in_one_buffer():

@@ -103,6 +103,15 @@ def test_a_call_that_fails_before_another_that_was_started_is_told(group):
         group.wait(first)
 
 
+def test_a_limit_on_a_call_that_waits_for_another_is_kept(group):
+    group.submit_all("sleep", 3600, ranks=[2])
+    second = group.submit_all("describe")
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"ranks \[2\] of probe did not finish describe"):
+        group.wait(second, timeout_s=1.0)
+    assert time.monotonic() - started < 4
+
+
 @pytest.mark.parametrize("is_busy", [True, False])
 def test_a_relay_that_dies_is_named_and_ends_the_group(group, is_busy, wait_until_gone):
     ranks = [answer["pid"] for answer in group.run_all("describe")]

@@ -179,6 +179,12 @@ def test_an_argument_that_cannot_be_pickled_leaves_the_group_usable(shared_group
     assert shared_group.run_all("all_reduce") == [1.0, 1.0]
 
 
+def test_an_argument_that_cannot_be_unpickled_leaves_the_group_usable(shared_group, probe):
+    with pytest.raises(WorkerGroupError, match="this cannot be read"):
+        shared_group.run_all("echo", probe.Unreadable())
+    assert shared_group.run_all("all_reduce") == [1.0, 1.0]
+
+
 def test_a_rank_that_raises_while_the_other_waits_ends_the_group(group, wait_until_gone):
     pids = pids_of(group)
     with pytest.raises(ValueError, match="rank 1 does not like this"):

@@ -18,6 +18,17 @@ class UnpicklableError(Exception):
         super().__init__(f"{left} and {right}")
 
 
+def refuse():
+    raise ValueError("this cannot be read")
+
+
+class Unreadable:
+    """An argument that is sent, and cannot be unpickled."""
+
+    def __reduce__(self):
+        return refuse, ()
+
+
 class ProbeWorker:
     def __init__(self, pid_dir=None, fail_on_rank=None, hang_on_rank=None, greeting="hello"):
         self.rank = int(os.environ["RANK"])

@@ -13,10 +13,11 @@ A result comes back as one buffer that has all its numbers:
 
     {"global_loss": float32 [1], "rank": 0, "all_mb_metrics": {"lr": [1e-3, 1e-3]}}
     -> structure {"global_loss": <4 bytes at 0>, "rank": 0, "all_mb_metrics": {"lr": <floats 0, 1>}}
-       numbers   uint8 [16 of floats + 16]
+       numbers   uint8 [33]: 16 for the floats, 16 for the tensor, and one at the end
 
 Ray pickles each tensor with a storage of its own, and each number of a list as an object, which the
 driver would unpickle for every rank. A `BatchedDataDict` needs no packing: its columns are buffers.
+A relay joins the results of its ranks, batches too, in one such buffer.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_policy.ray.hosts import HostCall, Outcome, wait_for_ranks
@@ -48,7 +48,7 @@ class Report:
     """What has become of a call at the ranks of a relay."""
 
     failed: dict[int, ray.ObjectRef]
-    """The futures of ranks that have failed: what Ray raises for them is gotten from it."""
+    """The futures of the ranks that have failed: `ray.get` raises what the driver looks for."""
     unfinished: list[int]
     """The ranks that are still running."""
 
@@ -88,7 +88,7 @@ class Relay:
         self._open[number] = refs
         outcome = wait_for_ranks([*refs.values()], [*refs], grace_s=0.0)
         if outcome.failures:
-            raise RanksFailed(f"of ranks {sorted(outcome.failures)}")
+            raise RanksFailed(f"ranks {sorted(outcome.failures)} have failed")
         del self._open[number]
         return join_results(outcome.results)
 
@@ -163,18 +163,14 @@ class Relays:
             )
         ray.get(ready)
 
-    def new_call(self) -> int:
-        """Return a number that no call has had."""
-        return next(self._numbers)
+    def start(self, calls: Mapping[int, HostCall]) -> tuple[int, Iterator[ray.ObjectRef]]:
+        """Return the number of a call, and what starts it and yields the future of each relay.
 
-    def start(self, number: int, calls: Mapping[int, HostCall]) -> Iterator[ray.ObjectRef]:
-        """Start a call of some ranks, in the same lane of each; yield the future of each relay."""
-        lane = next(iter(calls.values())).lane
-        for index in self._relays_of(calls):
-            start = self._actors[index].start
-            call = start if lane is None else start.options(concurrency_group=lane)
-            own = {rank: calls[rank] for rank in self._ranks[index] if rank in calls}
-            yield call.remote(number, own)
+        Args:
+            calls: The call of each rank, all in the same lane.
+        """
+        number = next(self._numbers)
+        return number, self._started(number, calls)
 
     def wait(
         self,
@@ -201,13 +197,13 @@ class Relays:
             # that all ranks have from now on.
             self._ask(relays, outcome, number=number, grace_s=grace_s if found.failures else 0.0)
             for index, error in found.failures.items():
-                own = self._ranks[index]
-                if not _tells_of_ranks(error) and not outcome.failures.keys() & set(own):
-                    outcome.failures[own[0]] = error
+                # What a relay cannot tell of its ranks, as it could not read the call, is its own.
+                if outcome.failures.keys().isdisjoint(self._ranks[index]):
+                    outcome.failures[self._ranks[index][0]] = error
             if outcome.failures or outcome.unfinished:
                 return outcome
-            # The last have finished meanwhile.
-            found = wait_for_ranks(refs, relays, timeout_s=_ANSWER_S)
+            # A relay that has nothing to tell has finished meanwhile, or has not begun the call.
+            found = wait_for_ranks(refs, relays, timeout_s=_LOOK_S)
         for results in found.results.values():
             outcome.results.update(unpack_result(results))
         outcome.unfinished.extend(rank for rank in ranks if rank not in outcome.results)
@@ -217,6 +213,14 @@ class Relays:
         """End the relays."""
         for actor in self._actors:
             ray.kill(actor)
+
+    def _started(self, number: int, calls: Mapping[int, HostCall]) -> Iterator[ray.ObjectRef]:
+        lane = next(iter(calls.values())).lane
+        for index in self._relays_of(calls):
+            start = self._actors[index].start
+            call = start if lane is None else start.options(concurrency_group=lane)
+            own = {rank: calls[rank] for rank in self._ranks[index] if rank in calls}
+            yield call.remote(number, own)
 
     def _relays_of(self, ranks: Collection[int]) -> list[int]:
         """Return which relays have ranks among these."""
@@ -230,11 +234,12 @@ class Relays:
             for index in relays
         ]
         found = wait_for_ranks(answers, relays, timeout_s=limit, grace_s=limit)
+        failed: dict[int, ray.ObjectRef] = {}
         for report in found.results.values():
             outcome.unfinished.extend(report.unfinished)
-            for rank, ref in report.failed.items():
-                own = wait_for_ranks([ref], [rank], timeout_s=_ANSWER_S)
-                outcome.failures.update(own.failures)
+            failed |= report.failed
+        told = wait_for_ranks([*failed.values()], [*failed], timeout_s=_ANSWER_S, grace_s=_ANSWER_S)
+        outcome.failures.update(told.failures)
         for index, error in found.failures.items():
             own = self._ranks[index]
             # With its node or alone: its ranks cannot be called any more.
@@ -242,8 +247,3 @@ class Relays:
             outcome.failures.update(dict.fromkeys(own, died))
         for index in found.unfinished:
             outcome.unfinished.extend(self._ranks[index])
-
-
-def _tells_of_ranks(error: Exception) -> bool:
-    """Return whether a relay has raised what its report tells."""
-    return isinstance(error, RayTaskError) and isinstance(error.cause, RanksFailed)

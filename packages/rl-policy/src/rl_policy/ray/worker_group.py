@@ -434,16 +434,16 @@ class RayWorkerGroup:
         """Start a call of some ranks, in rank order."""
         self._refuse_after_end()
         relays = self._relays if may_be_relayed else None
-        number = None if relays is None else relays.new_call()
         called = dict(zip(ranks, calls, strict=True))
+        if relays is None:
+            number = None
+            started = (call.start(self._hosts[rank]) for rank, call in called.items())
+        else:
+            number, started = relays.start(called)
         refs: list[ray.ObjectRef] = []
         try:
-            if relays is None or number is None:
-                for rank, call in called.items():
-                    refs.append(call.start(self._hosts[rank]))
-            else:
-                for ref in relays.start(number, called):
-                    refs.append(ref)
+            for ref in started:
+                refs.append(ref)
         except BaseException:
             # Some ranks have received a call that the others never will: they would wait for them
             # in the next collective.
