@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Generator
@@ -12,6 +13,11 @@ import pytest
 
 # The packages whose tests wait for processes half of the time.
 SPREAD = [Path(__file__).parent / "packages" / name for name in ("rl-policy", "rl-refit")]
+
+# Modules that the tests of all packages share. The processes that tests start import them, too.
+SHARED = str(Path(__file__).parent / "checks" / "testing")
+sys.path.insert(0, SHARED)
+os.environ["PYTHONPATH"] = os.pathsep.join([SHARED, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 # Tensors of tests are tiny, and other tests run beside them: more threads only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
