@@ -128,7 +128,7 @@ class DataSection(Section):
     """Data of the same format, for evaluation only. null: held out of the training data."""
     weights: list[Annotated[float, Field(gt=0)]] | None = None
     """Of several paths, in their order: their shares in what is drawn. null: all rows alike."""
-    columns: dict[Literal["prompt", "answer", "chosen", "rejected", "messages"], str] = {}
+    columns: dict[Literal["prompt", "answer", "chosen", "rejected", "messages", "tools"], str] = {}
     """Names of the data for ours, for example {prompt: question}."""
     split: str = Field(default="train", min_length=1)
     """The split of a Hugging Face dataset that has several."""
@@ -144,6 +144,10 @@ class DataSection(Section):
     use_chat_template: bool = False
     """Render each prompt as a user's message with the tokenizer's chat template. Prompts that are
     conversations always are rendered."""
+    system_prompt: str | None = Field(default=None, min_length=1)
+    """The system message of conversations that have none. null: they stay without."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, for example {enable_thinking: false}."""
 
     @field_validator("path", "heldout_path", mode="plain")
     @classmethod

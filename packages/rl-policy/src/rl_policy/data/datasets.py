@@ -17,20 +17,20 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import regex
 
-from rl_policy.data.rows import (
-    GivenRows,
-    Row,
-    check_text,
-    read_rows,
-    rename_columns,
-    require_text,
+from rl_policy.data.messages import (
+    ASSISTANT,
+    Message,
+    conversation_text,
+    message_text,
+    read_messages,
+    read_prompt,
+    read_tools,
 )
+from rl_policy.data.preferences import read_pair
+from rl_policy.data.rows import GivenRows, Row, read_rows, rename_columns, require_text
 
 ItemT = TypeVar("ItemT")
 SourcedT = TypeVar("SourcedT", bound="Problem | PreferencePair")
-
-Message: TypeAlias = dict[str, str]
-"""A message of a conversation: `role` and `content`."""
 
 Source: TypeAlias = str | Path | GivenRows
 """Where rows are read from, see `rl_policy.data.rows.read_rows`."""
@@ -59,6 +59,14 @@ class Problem:
     """A conversation that is the prompt, for the chat template; empty: `prompt` is a text."""
     source: int = field(default=0, compare=False)
     """Which of several files it is from."""
+    completion: Sequence[Message] = field(default=(), compare=False)
+    """The messages of the answer, for the chat template; empty: `answer` is a text."""
+    tools: Sequence[Mapping[str, Any]] = field(default=(), compare=False)
+    """Schemas of tools, for the chat template."""
+    imitates_turns: bool = field(default=False, compare=False)
+    """Whether supervised training imitates the assistant's turns in `messages` too."""
+    place: str = field(default="", compare=False)
+    """The file and line that it is from, for errors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,13 +109,31 @@ class PreferencePair:
     """As those of a `Problem`."""
     source: int = field(default=0, compare=False)
     """Which of several files it is from."""
+    chosen_messages: Sequence[Message] = field(default=(), compare=False)
+    """The preferred completion as messages after `messages`; empty: `chosen` is a text."""
+    rejected_messages: Sequence[Message] = field(default=(), compare=False)
+    """The other completion as messages."""
+    tools: Sequence[Mapping[str, Any]] = field(default=(), compare=False)
+    """As those of a `Problem`."""
+    place: str = field(default="", compare=False)
+    """As that of a `Problem`."""
 
     @property
     def rows(self) -> tuple[Problem, Problem]:
         """The two rows of a batch, chosen first: the order that `DPOLoss` asks for."""
         chosen, rejected = (
-            Problem(self.prompt, answer, messages=self.messages)
-            for answer in (self.chosen, self.rejected)
+            Problem(
+                self.prompt,
+                answer,
+                messages=self.messages,
+                completion=completion,
+                tools=self.tools,
+                place=self.place,
+            )
+            for answer, completion in (
+                (self.chosen, self.chosen_messages),
+                (self.rejected, self.rejected_messages),
+            )
         )
         return chosen, rejected
 
@@ -312,9 +338,11 @@ def read_problems(
 ) -> list[Problem]:
     """Return the problems of one or several sources.
 
-    A row has the texts `prompt` and `answer`. In place of the prompt it may have a conversation: a
+    A row has the texts `prompt` and `answer`. Instead of the prompt it may have a conversation: a
     list of messages as `prompt`, or as `messages`, whose last one is the answer if its role is
-    `assistant`. Further fields become the problem's `columns`.
+    `assistant`; then supervised training imitates every turn of the assistant. Messages keep all
+    of their keys, and `tools` of a conversation are the schemas of its tools. Further fields become
+    the problem's `columns`.
 
     Example, in JSON lines:
         {"prompt": "27+35=", "answer": "62"}
@@ -353,8 +381,9 @@ def read_pairs(
 ) -> list[PreferencePair]:
     """Return the preference pairs of one or several sources.
 
-    A row has the texts `prompt`, `chosen` and `rejected`. The prompt may be a conversation as for
-    `read_problems`; the other two may be lists whose last message is the completion.
+    A row has `chosen` and `rejected`: texts, or messages that end with the policy's turn, with or
+    without those of the prompt. The prompt is a text or a conversation as for `read_problems`;
+    without one it is the beginning that `chosen` and `rejected` share.
 
     Args:
         sources: As for `read_problems`; a prompt may have several pairs.
@@ -363,28 +392,34 @@ def read_pairs(
         split: Of datasets that have several.
 
     Raises:
-        ValueError: A source cannot be read, is empty, or a row is malformed or prefers a text to
-            itself; the message names file and line.
+        ValueError: A source cannot be read, is empty, or a row is malformed, has completions of two
+            contexts or prefers one to itself; the message names file and line.
     """
     pairs: list[PreferencePair] = []
+    unnamed: list[str] = []
     for number, row in _sourced_rows(sources, key=key, columns=columns, split=split):
-        fields = dict(row.fields)
-        text, messages = read_prompt(*_take_prompt(fields, place=row.place))
-        if messages and messages[-1]["role"] == "assistant":
-            raise ValueError(
-                f"{row.place}: the prompt ends with an answer, and 'chosen' and 'rejected' are two "
-                "others"
+        pair = read_pair(row)
+        if not pair.has_prompt:
+            unnamed.append(row.place)
+        pairs.append(
+            PreferencePair(
+                pair.prompt,
+                pair.chosen,
+                pair.rejected,
+                pair.messages,
+                number,
+                chosen_messages=pair.chosen_messages,
+                rejected_messages=pair.rejected_messages,
+                tools=pair.tools,
+                place=row.place,
             )
-        for name in ("chosen", "rejected"):
-            if isinstance(fields.get(name), list):
-                place = f"{row.place}: {name}"
-                fields[name] = read_messages(fields[name], place=place)[-1]["content"]
-        chosen, rejected = (
-            require_text(fields, name, place=row.place) for name in ("chosen", "rejected")
         )
-        if chosen == rejected:
-            raise ValueError(f"{row.place}: 'chosen' and 'rejected' are the same text")
-        pairs.append(PreferencePair(text, chosen, rejected, messages, number))
+    if unnamed:
+        _LOGGER.warning(
+            "%s has no 'prompt', as have %d rows of %d: it is the text with which 'chosen' and "
+            "'rejected' begin",
+            *(unnamed[0], len(unnamed), len(pairs)),
+        )
     return pairs
 
 
@@ -405,18 +440,41 @@ def _sourced_rows(
 def _problem(row: Row, *, source: int, needs_answer: bool) -> Problem:
     fields, place = dict(row.fields), row.place
     text, messages = read_prompt(*_take_prompt(fields, place=place))
-    if messages and messages[-1]["role"] == "assistant":
-        if "answer" in fields:
+    tools = read_tools(fields.pop("tools", None), place=f"{place}: 'tools'") if messages else ()
+    completion: Sequence[Message] = ()
+    # A whole conversation; an answer in a column of its own is all that is imitated.
+    imitates_turns = bool(messages) and messages[-1]["role"] == ASSISTANT
+    if imitates_turns:
+        if fields.get("answer") is not None:
             raise ValueError(f"{place}: has an 'answer', and its messages end with another one")
-        *messages, last = messages
+        messages, completion = messages[:-1], messages[-1:]
         if not messages:
             raise ValueError(f"{place}: has no message before the answer")
-        text, fields["answer"] = conversation_text(messages), last["content"]
+        text, fields["answer"] = conversation_text(messages), message_text(completion[0])
+    elif _is_conversation(fields.get("answer")):
+        completion = tuple(read_messages(fields["answer"], place=f"{place}: 'answer'"))
+        fields["answer"] = conversation_text(completion)
     answer = ""
     if needs_answer or fields.get("answer") is not None:
         answer = require_text(fields, "answer", place=place)
     fields.pop("answer", None)
-    return Problem(text, answer, fields, tuple(messages), source)
+    return Problem(
+        text,
+        answer,
+        fields,
+        messages,
+        source,
+        completion=completion,
+        tools=tools,
+        imitates_turns=imitates_turns,
+        place=place,
+    )
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, list) and any(
+        isinstance(each, Mapping) and "role" in each for each in value
+    )
 
 
 def _take_prompt(fields: dict[str, Any], *, place: str) -> tuple[Any, str]:
@@ -424,49 +482,6 @@ def _take_prompt(fields: dict[str, Any], *, place: str) -> tuple[Any, str]:
     has_messages = fields.get("prompt") is None and "messages" in fields
     name = "messages" if has_messages else "prompt"
     return fields.pop(name, None), f"{place}: {name!r}"
-
-
-def read_prompt(prompt: Any, place: str) -> tuple[str, Sequence[Message]]:
-    """Return the text of a prompt, and its messages if it is a conversation.
-
-    Args:
-        prompt: A text, or a list of messages.
-        place: Where it stands, for the errors.
-
-    Raises:
-        ValueError: It is neither, or empty.
-    """
-    if isinstance(prompt, list):
-        messages = read_messages(prompt, place=place)
-        return conversation_text(messages), tuple(messages)
-    check_text(prompt, place=place)
-    return prompt, ()
-
-
-def read_messages(messages: Sequence[Any], *, place: str) -> list[Message]:
-    """Return messages with the texts `role` and `content` alone.
-
-    Args:
-        messages: Mappings with these texts.
-        place: Where they stand, for the errors.
-
-    Raises:
-        ValueError: There are none, or one lacks a text.
-    """
-    if not messages:
-        raise ValueError(f"{place} must be a text or messages, and has none")
-    for index, message in enumerate(messages):
-        at = f"{place}[{index}]"
-        if not isinstance(message, Mapping):
-            raise ValueError(f"{at} must be an object, got {type(message).__name__}")
-        for name in ("role", "content"):
-            require_text(message, name, place=at)
-    return [{name: each[name] for name in ("role", "content")} for each in messages]
-
-
-def conversation_text(messages: Sequence[Message]) -> str:
-    """Return the text that stands for a conversation where one is shown or told apart."""
-    return "\n".join(each["content"] for each in messages)
 
 
 def divide_problems(

@@ -31,6 +31,7 @@ from rl_policy.config import (
     naming_section,
 )
 from rl_policy.data.batches import ProblemEncoder
+from rl_policy.data.chat import prompt_name
 from rl_policy.data.datasets import (
     ExactMatch,
     PreferencePair,
@@ -130,6 +131,8 @@ def load_encoder(config: RunConfig) -> ProblemEncoder:
     return ProblemEncoder(
         tokenizer,
         use_chat_template=config.data.use_chat_template,
+        system_prompt=config.data.system_prompt,
+        template_arguments=config.data.chat_template_kwargs,
         stop_token_ids=generation.get("stop_token_ids", ()),
         stop_strings=generation.get("stop_strings", ()),
     )
@@ -349,14 +352,9 @@ def check_rows(rows: Sequence[Problem], *, encoder: ProblemEncoder, limit: int, 
         limit: Most tokens of a sequence.
         key: The config key that says so.
     """
-    prompts, answers = encoder.prompt_tokens(rows), encoder.answer_tokens(rows)
-    lengths = (len(each) + len(other) for each, other in zip(prompts, answers, strict=True))
-    prompt, length = _longest(rows, lengths)
+    prompt, length = _longest(rows, (len(each.tokens) for each in encoder.examples(rows)))
     if length > limit:
-        raise ValueError(
-            f"the prompt {prompt[:40]!r} and its answer have {length} tokens, more than "
-            f"{key}={limit}"
-        )
+        raise ValueError(f"{prompt} and its answer have {length} tokens, more than {key}={limit}")
 
 
 def _load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
@@ -486,7 +484,7 @@ def check_prompts(
     for key, longest in _length_limits(config).items():
         if length + new > longest:
             raise ValueError(
-                f"the prompt {prompt[:40]!r} has {length} tokens: with policy.generation."
+                f"{prompt} has {length} tokens: with policy.generation."
                 f"max_new_tokens={new} it exceeds {key}={longest}"
             )
 
@@ -496,10 +494,10 @@ def _check_answers(
 ) -> None:
     """Check that every answer fits into a completion, which is the answer and nothing else."""
     new = config.policy["generation"]["max_new_tokens"]
-    prompt, length = _longest(problems, map(len, encoder.answer_tokens(problems)))
+    prompt, length = _longest(problems, encoder.answer_lengths(problems))
     if length > new:
         raise ValueError(
-            f"the answer to {prompt[:40]!r} has {length} tokens with the end token, more than "
+            f"the answer to {prompt} has {length} tokens with the end token, more than "
             f"policy.generation.max_new_tokens={new}: no completion can be right"
         )
 
@@ -516,7 +514,7 @@ def _length_limits(config: RunConfig) -> dict[str, int]:
 
 def _longest(problems: Iterable[Problem], lengths: Iterable[int]) -> tuple[str, int]:
     problem, length = max(zip(problems, lengths, strict=True), key=lambda pair: pair[1])
-    return problem.prompt, length
+    return prompt_name(problem), length
 
 
 def _check_backend(config: RunConfig, policies: Mapping[str, Settings]) -> None:
