@@ -21,27 +21,28 @@ environments and the Python trainers.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
 
+from rl_policy.data.chat_template import (
+    PROBE,
+    TEMPLATE,
+    ChatTemplate,
+    problem_place,
+    prompt_name,
+)
 from rl_policy.data.datasets import Problem
-from rl_policy.data.messages import ASSISTANT, Message, joined_parts, message_text
-
-TEMPLATE = "policy.tokenizer.chat_template"
+from rl_policy.data.messages import ASSISTANT, Message, message_text
 
 _LOGGER = logging.getLogger(__name__)
 
 # Stands for a turn of the policy where a template is asked for what follows one.
 _TURN = "sampled-turn"
-_QUESTION = "a question"
-_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Texts before a continuation. One of them does not merge with what follows.
 _ANCHORS = ("=", "a", "1", "\n", ".", " ")
-_MOST_TRIES = 16
 
 _Span: TypeAlias = tuple[int, int]
 
@@ -124,12 +125,9 @@ class ChatTokenizer:
         self._special_ids = self._stop_ids | {id_ for id_, token in added if token.special}
         self._use_chat_template = use_chat_template
         self._system_prompt = system_prompt
-        self._arguments = dict(template_arguments or {})
+        self._template = ChatTemplate(tokenizer, template_arguments)
         self._first_ids, self._last_ids = _added_specials(tokenizer)
-        # Of keys of messages, by role: whether the template uses them. See `_note_keys`.
-        self._is_used: dict[tuple[str, str], bool] = {}
         self._has_warned: set[str] = set()
-        self._content_kinds: tuple[bool, bool] | None = None
 
     def is_rendered(self, problem: Problem) -> bool:
         """Return whether the chat template renders a prompt."""
@@ -216,7 +214,7 @@ class ChatTokenizer:
         """Return the text of tokens, with special tokens and spaces as they are."""
         return str(
             self.tokenizer.decode(
-                tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+                [*tokens], skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
         )
 
@@ -224,8 +222,8 @@ class ChatTokenizer:
         """Raise `ValueError` unless the chat template, if it is used, renders prompts."""
         if not self._use_chat_template:
             return
-        text = self._prompt_text(Problem(_QUESTION))
-        if _QUESTION not in text:
+        text = self._prompt_text(Problem(PROBE))
+        if PROBE not in text:
             raise ValueError(f"{TEMPLATE} leaves the prompt out: it renders {text[:80]!r}")
 
     def check_turns(self, problems: Sequence[Problem], *, role: str) -> None:
@@ -259,6 +257,15 @@ class ChatTokenizer:
         whole = prompt + problem.answer
         return _Text(whole, prompt, [(len(prompt), len(whole))], has_specials=True, is_open=True)
 
+    def _note_keys(self, problems: Sequence[Problem]) -> None:
+        self._template.note_keys(
+            [
+                (problem, [*self._messages(problem), *problem.completion])
+                for problem in problems
+                if self.is_rendered(problem)
+            ]
+        )
+
     def _messages(self, problem: Problem) -> list[Message]:
         """Return the messages of a prompt."""
         messages = [*problem.messages] or [{"role": "user", "content": problem.prompt}]
@@ -267,31 +274,34 @@ class ChatTokenizer:
         return [{"role": "system", "content": self._system_prompt}, *messages]
 
     def _prompt_text(self, problem: Problem) -> str:
-        return self._render(problem, self._messages(problem), is_prompt=True)
+        return self._template.render(problem, self._messages(problem), is_prompt=True)
 
     def _conversation(self, problem: Problem) -> _Text:
         """Return the text of a conversation with its answer."""
         context = self._messages(problem)
         completion = [*problem.completion] or [{"role": ASSISTANT, "content": problem.answer}]
         messages = [*context, *completion]
-        whole = self._render(problem, messages)
-        prompt = self._render(problem, context, is_prompt=True)
+        whole = self._template.render(problem, messages)
+        prompt = self._template.render(problem, context, is_prompt=True)
         is_whole = whole.startswith(prompt)
-        template = self.tokenizer.get_chat_template(tools=[*problem.tools] or None)
-        if getattr(self.tokenizer, "is_fast", False) and _MARK.search(template):
+        if self._template.has_marks(problem):
             if not is_whole and not problem.imitates_turns:
                 raise _rewritten(problem, prompt, whole)
-            spans = self._marked_spans(problem, messages)
+            spans = self._template.marked_spans(problem, messages)
             if not problem.imitates_turns:
                 start = len(prompt)
                 spans = [(max(span[0], start), span[1]) for span in spans if span[1] > start]
             if not spans:
-                raise ValueError(f"{prompt_name(problem)}: {TEMPLATE} marks no token of the answer")
+                raise ValueError(
+                    f"{prompt_name(problem)}: {TEMPLATE} marks nothing of the answer as generated"
+                )
         else:
             if not is_whole:
                 raise _rewritten(problem, prompt, whole)
             first = 0 if problem.imitates_turns else len(context)
             spans = list(self._turn_spans(problem, messages, whole, first))
+            if not spans or spans[-1][1] < len(whole):
+                raise _rewritten(problem, prompt, whole)
         content = message_text(messages[-1]).rstrip()
         return _Text(
             whole,
@@ -314,8 +324,8 @@ class ChatTokenizer:
                 left_out.append(index)
                 continue
             try:
-                start = self._render(problem, messages[:index], is_prompt=True)
-                until = whole if is_last else self._render(problem, messages[: index + 1])
+                start = self._template.render(problem, messages[:index], is_prompt=True)
+                until = whole if is_last else self._template.render(problem, messages[: index + 1])
             except ValueError:  # some templates refuse a part of a conversation
                 left_out.append(index)
                 continue
@@ -328,7 +338,7 @@ class ChatTokenizer:
             self._warn_once(
                 "turns",
                 f"{TEMPLATE} renders earlier turns of the assistant differently once others "
-                f"follow: {_place(problem)} is trained on without its messages "
+                f"follow: {problem_place(problem)} is trained on without its messages "
                 f"{', '.join(map(str, left_out))}, and so are other conversations",
             )
 
@@ -340,28 +350,6 @@ class ChatTokenizer:
         shorter = until.removesuffix(str(self.tokenizer.eos_token))
         ends_turn = not shorter.rstrip().endswith(message_text(message).strip())
         return len(shorter) if ends_turn and whole.startswith(shorter) else None
-
-    def _marked_spans(self, problem: Problem, messages: Sequence[Message]) -> list[_Span]:
-        """Return the characters that the template marks as the assistant's."""
-        rendered: Any = self._apply(
-            problem,
-            messages,
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"return_offsets_mapping": True},
-        )
-        spans: list[_Span] = []
-        is_open = False
-        for is_marked, (start, end) in zip(
-            rendered["assistant_masks"], rendered["offset_mapping"], strict=True
-        ):
-            if is_marked and is_open:
-                spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
-            elif is_marked:
-                spans.append((start, end))
-            is_open = bool(is_marked)
-        return spans
 
     def _observation_text(
         self, observation: str | Sequence[Message], problem: Problem, *, role: str
@@ -380,11 +368,13 @@ class ChatTokenizer:
         is_text = isinstance(observation, str)
         answer = [{"role": role, "content": observation}] if is_text else [*observation]
         messages = [
-            {"role": "user", "content": _QUESTION},
+            {"role": "user", "content": PROBE},
             {"role": ASSISTANT, "content": _TURN},
             *answer,
         ]
-        text = self._render(Problem("\n".join(map(message_text, answer))), messages, is_prompt=True)
+        text = self._template.render(
+            Problem("\n".join(map(message_text, answer))), messages, is_prompt=True
+        )
         _, found, rest = text.partition(_TURN)
         if not found:
             raise ValueError(
@@ -392,116 +382,6 @@ class ChatTokenizer:
                 f"the role {ASSISTANT!r}"
             )
         return rest
-
-    # The template
-
-    def _render(
-        self, problem: Problem, messages: Sequence[Message], *, is_prompt: bool = False
-    ) -> str:
-        """Return a conversation as the chat template renders it."""
-        return str(self._apply(problem, messages, tokenize=False, add_generation_prompt=is_prompt))
-
-    def _apply(self, problem: Problem, messages: Sequence[Message], **options: Any) -> Any:
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise ValueError(
-                f"{prompt_name(problem)} is a conversation, and the tokenizer has no chat template: set "
-                f"{TEMPLATE}"
-            )
-        options |= self._arguments | {"tools": [*map(dict, problem.tools)] or None}
-        try:
-            readable = self._readable(messages, options)
-            return self.tokenizer.apply_chat_template(readable, **options)
-        except Exception as error:  # a template may raise whatever its expressions do
-            reason = " ".join(str(error).split())
-            raise ValueError(
-                f"{TEMPLATE} cannot render {prompt_name(problem)}: {type(error).__name__}: {reason}"
-            ) from error
-
-    def _readable(self, messages: Sequence[Message], options: Mapping[str, Any]) -> list[Message]:
-        """Return messages with contents that the template renders: texts, parts or null."""
-        if self._content_kinds is None:
-            self._content_kinds = self._reads("text"), self._reads("parts")
-        reads_texts, reads_parts = self._content_kinds
-        readable: list[Message] = []
-        for message in messages:
-            content = message.get("content")
-            if isinstance(content, list) and not reads_parts and reads_texts:
-                message = {**message, "content": joined_parts(content)}
-            elif isinstance(content, str) and not reads_texts and reads_parts:
-                message = {**message, "content": [{"type": "text", "text": content}]}
-            readable.append(message)
-        if all(message.get("content") is not None for message in readable):
-            return readable
-        filled = [{**each, "content": each.get("content") or ""} for each in readable]
-        options = {**options, "tokenize": False, "return_dict": False}
-        options["return_assistant_tokens_mask"] = False
-        try:
-            text = self.tokenizer.apply_chat_template(readable, **options)
-        except Exception:  # as of a template that adds null to a text
-            return filled
-        expected = self.tokenizer.apply_chat_template(filled, **options)
-        # A template without a case for null writes it as Python does.
-        return filled if text.count("None") > expected.count("None") else readable
-
-    def _reads(self, kind: str) -> bool:
-        """Return whether the template renders a content of texts, or of a list of parts."""
-        parts = [{"type": "text", "text": _QUESTION}]
-        try:
-            text = self.tokenizer.apply_chat_template(
-                [{"role": "user", "content": parts if kind == "parts" else _QUESTION}],
-                tokenize=False,
-                add_generation_prompt=True,
-                **self._arguments,
-            )
-        except Exception:  # as above; some index a text, or add a list to one
-            return False
-        # Not as Python or JSON writes the list.
-        return _QUESTION in text and f"'{_QUESTION}'" not in text and f'"{_QUESTION}"' not in text
-
-    def _note_keys(self, problems: Sequence[Problem]) -> None:
-        """Warn once of keys of messages, and of tools, that the template does not use."""
-        tries: dict[tuple[str, str], int] = {}
-        first: dict[tuple[str, str], Problem] = {}
-        for problem in problems:
-            if not self.is_rendered(problem):
-                continue
-            messages = [*self._messages(problem), *problem.completion]
-            keys = {(each["role"], key) for each in messages for key in each} | (
-                {("", "tools")} if problem.tools else set()
-            )
-            for role, key in keys:
-                if key in ("role", "content") or (role, key) in self._is_used:
-                    continue
-                if tries.setdefault((role, key), 0) < _MOST_TRIES:
-                    tries[role, key] += 1
-                    first.setdefault((role, key), problem)
-                    if self._uses(problem, messages, role, key):
-                        self._is_used[role, key] = True
-        unused = [each for each in tries if each not in self._is_used]
-        self._is_used |= dict.fromkeys(unused, False)
-        if unused:
-            names = [
-                f"{key} of messages of the role {role!r}" if role else key for role, key in unused
-            ]
-            _LOGGER.warning(
-                "%s does not use %s, which %s has: the model does not read it",
-                *(TEMPLATE, ", ".join(sorted(names)), _place(first[unused[0]])),
-            )
-
-    def _uses(self, problem: Problem, messages: Sequence[Message], role: str, key: str) -> bool:
-        """Return whether the template renders messages differently without a key."""
-        whole = self._render(problem, messages)
-        without = [
-            {name: value for name, value in each.items() if name != key}
-            if each["role"] == role
-            else each
-            for each in messages
-        ]
-        bare = problem if role else Problem(problem.prompt)
-        try:
-            return self._render(bare, without) != whole
-        except ValueError:
-            return True
 
     def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self._has_warned:
@@ -623,23 +503,13 @@ def _shared_length(first: Sequence[object], second: Sequence[object]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
-def _place(problem: Problem) -> str:
-    return problem.place or f"the prompt {problem.prompt[:40]!r}"
-
-
-def prompt_name(problem: Problem) -> str:
-    """Return the beginning of a prompt with its file and line, for an error."""
-    prompt = f"the prompt {problem.prompt[:40]!r}"
-    return f"{problem.place}: {prompt}" if problem.place else prompt
-
-
 def _rewritten(problem: Problem, prompt: str, whole: str) -> ValueError:
     """Return the error of a template that renders a prompt differently once it is answered."""
     length = _shared_length(prompt, whole)
     shown = [f"...{each[length - 40 :]}" if length > 60 else each for each in (prompt, whole)]
     return ValueError(
         f"{prompt_name(problem)} is rendered by {TEMPLATE} as {shown[0]!r:.300}, and with its "
-        f"answer as {shown[1]!r:.300}, which does not begin with it: the answer would not follow what the "
-        "policy samples from. Give the messages their reasoning_content, or set "
+        f"answer as {shown[1]!r:.300}, which does not begin with it: the answer would not follow "
+        "what the policy samples from. Give the messages their reasoning_content, or set "
         "data.chat_template_kwargs (such as {enable_thinking: false}) or the template"
     )

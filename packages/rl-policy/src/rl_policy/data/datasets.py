@@ -25,6 +25,7 @@ from rl_policy.data.messages import (
     read_messages,
     read_prompt,
     read_tools,
+    usable_tools,
 )
 from rl_policy.data.preferences import read_pair
 from rl_policy.data.rows import GivenRows, Row, read_rows, rename_columns, require_text
@@ -440,7 +441,11 @@ def _sourced_rows(
 def _problem(row: Row, *, source: int, needs_answer: bool) -> Problem:
     fields, place = dict(row.fields), row.place
     text, messages = read_prompt(*_take_prompt(fields, place=place))
-    tools = read_tools(fields.pop("tools", None), place=f"{place}: 'tools'") if messages else ()
+    if messages:
+        tools = read_tools(fields.pop("tools", None), place=f"{place}: 'tools'")
+    else:
+        # A text may be rendered too, or the column be something else.
+        tools = usable_tools(fields.get("tools"))
     completion: Sequence[Message] = ()
     # A whole conversation; an answer in a column of its own is all that is imitated.
     imitates_turns = bool(messages) and messages[-1]["role"] == ASSISTANT
@@ -453,6 +458,10 @@ def _problem(row: Row, *, source: int, needs_answer: bool) -> Problem:
         text, fields["answer"] = conversation_text(messages), message_text(completion[0])
     elif _is_conversation(fields.get("answer")):
         completion = tuple(read_messages(fields["answer"], place=f"{place}: 'answer'"))
+        if any(completion[at]["role"] != ASSISTANT for at in (0, -1)):
+            raise ValueError(
+                f"{place}: the messages of 'answer' must begin and end with the role {ASSISTANT!r}"
+            )
         fields["answer"] = conversation_text(completion)
     answer = ""
     if needs_answer or fields.get("answer") is not None:

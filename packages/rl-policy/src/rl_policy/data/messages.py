@@ -80,6 +80,14 @@ def read_tools(tools: Any, *, place: str) -> tuple[dict[str, Any], ...]:
     return tuple(dict(each) for each in tools)
 
 
+def usable_tools(tools: Any) -> tuple[dict[str, Any], ...]:
+    """Return the schemas of tools of a prompt that is a text; none if the value is another."""
+    try:
+        return read_tools(tools, place="tools")
+    except ValueError:
+        return ()
+
+
 def conversation_text(messages: Sequence[Message]) -> str:
     """Return the text that stands for a conversation where one is shown or told apart."""
     return "\n".join(map(message_text, messages))
@@ -104,10 +112,10 @@ def _message(message: Any, *, place: str) -> Message:
         raise ValueError(f"{place} must be an object, got {type(message).__name__}")
     require_text(message, "role", place=place)
     kept = {key: value for key, value in message.items() if value is not None or key == "content"}
-    if isinstance(kept.get("content"), list):
-        kept["content"] = _text_parts(kept["content"], place=f"{place}: 'content'")
+    content: Any = kept.get("content")
+    if isinstance(content, list):
+        kept["content"] = content = _text_parts(content, place=f"{place}: 'content'")
     may_be_empty = kept["role"] in _MAY_BE_EMPTY or any(map(kept.get, _OTHER_CONTENT))
-    content = kept.get("content")
     if not (content in (None, "", []) and may_be_empty):
         is_list = isinstance(content, list)
         check_text(joined_parts(content) if is_list else content, place=f"{place}: 'content'")

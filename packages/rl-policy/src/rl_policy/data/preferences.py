@@ -19,6 +19,7 @@ from rl_policy.data.messages import (
     read_messages,
     read_prompt,
     read_tools,
+    usable_tools,
 )
 from rl_policy.data.rows import Row, require_text
 
@@ -73,7 +74,7 @@ def _texts(row: Row) -> PairFields:
     prompt = _prompt(row)
     if prompt is not None:
         text, messages = prompt
-        tools = _tools(row) if messages else ()
+        tools = _tools(row) if messages else usable_tools(row.fields.get("tools"))
         return PairFields(
             prompt=text, chosen=chosen, rejected=rejected, messages=messages, tools=tools
         )
@@ -109,7 +110,7 @@ def _conversations(row: Row) -> PairFields:
         context = _shared_context(chosen, rejected, place=row.place)
     else:
         text, messages = prompt
-        context = [*messages] or _context_of_text(text, chosen, rejected)
+        context = [*messages] or _context_of_text(text, chosen, rejected, place=row.place)
     answers = [
         _without_context(each, context, name=name, place=row.place)
         for each, name in zip((chosen, rejected), _COMPLETIONS, strict=True)
@@ -162,17 +163,19 @@ def _shared_context(
 
 
 def _context_of_text(
-    text: str, chosen: Sequence[Message], rejected: Sequence[Message]
+    text: str, chosen: Sequence[Message], rejected: Sequence[Message], *, place: str
 ) -> list[Message]:
-    """Return the conversation of a prompt that is a text, next to completions of messages."""
-    for index, message in enumerate(chosen):
-        if message["role"] == ASSISTANT:
-            break
-        if joined_parts(message.get("content")).strip() == text.strip():
-            same = [*rejected[: index + 1]] == [*chosen[: index + 1]]
-            if same and chosen[index + 1]["role"] == ASSISTANT:
-                return [*chosen[: index + 1]]
-    return [{"role": "user", "content": text}]
+    """Return the conversation of a prompt that is a text, which one of its messages may repeat."""
+    if chosen[0]["role"] == rejected[0]["role"] == ASSISTANT:
+        return [{"role": "user", "content": text}]
+    context = _shared_context(chosen, rejected, place=place)
+    contents = [joined_parts(message.get("content")).strip() for message in context]
+    if text.strip() not in contents:
+        raise ValueError(
+            f"{place}: the prompt {text[:40]!r} is none of the messages with which 'chosen' and "
+            f"'rejected' begin: leave it out, or give {ASSISTANT!r} messages alone"
+        )
+    return context
 
 
 def _without_context(

@@ -221,7 +221,7 @@ def _checked(call: Call[Any], returned: Any) -> Reply:
 
 
 def _said(value: Any, *, what: str, expected: str) -> str | list[Message]:
-    """Return a text, or messages with their roles and contents alone.
+    """Return a text, or messages.
 
     Raises:
         UnusableError: It is neither.

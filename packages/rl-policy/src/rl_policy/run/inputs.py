@@ -31,7 +31,7 @@ from rl_policy.config import (
     naming_section,
 )
 from rl_policy.data.batches import ProblemEncoder
-from rl_policy.data.chat import prompt_name
+from rl_policy.data.chat_template import prompt_name
 from rl_policy.data.datasets import (
     ExactMatch,
     PreferencePair,
