@@ -21,8 +21,9 @@ environments and the Python trainers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
@@ -43,6 +44,7 @@ _LOGGER = logging.getLogger(__name__)
 _TURN = "sampled-turn"
 # Texts before a continuation. One of them does not merge with what follows.
 _ANCHORS = ("=", "a", "1", "\n", ".", " ")
+_CHECKED_TOGETHER = 1024
 
 _Span: TypeAlias = tuple[int, int]
 
@@ -225,6 +227,22 @@ class ChatTokenizer:
         text = self._prompt_text(Problem(PROBE))
         if PROBE not in text:
             raise ValueError(f"{TEMPLATE} leaves the prompt out: it renders {text[:80]!r}")
+
+    def check_conversations(self, problems: Iterable[Problem], *, has_answers: bool) -> None:
+        """Raise `ValueError` unless the chat template renders every conversation.
+
+        Args:
+            problems: The rows of the run.
+            has_answers: Whether answers are trained on, which have to follow their prompts.
+        """
+        rendered = filter(self.is_rendered, problems)
+        while some := list(islice(rendered, _CHECKED_TOGETHER)):
+            self._note_keys(some)
+            for problem in some:
+                if has_answers:
+                    self._conversation(problem)
+                else:
+                    self._prompt_text(problem)
 
     def check_turns(self, problems: Sequence[Problem], *, role: str) -> None:
         """Raise `ValueError` unless the chat template, if it is used, renders observations.

@@ -60,14 +60,14 @@ class Problem:
     """A conversation that is the prompt, for the chat template; empty: `prompt` is a text."""
     source: int = field(default=0, compare=False)
     """Which of several files it is from."""
+    place: str = field(default="", compare=False)
+    """The file and line that it is from, for errors."""
     completion: Sequence[Message] = field(default=(), compare=False)
     """The messages of the answer, for the chat template; empty: `answer` is a text."""
     tools: Sequence[Mapping[str, Any]] = field(default=(), compare=False)
     """Schemas of tools, for the chat template."""
     imitates_turns: bool = field(default=False, compare=False)
     """Whether supervised training imitates the assistant's turns in `messages` too."""
-    place: str = field(default="", compare=False)
-    """The file and line that it is from, for errors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,14 +110,14 @@ class PreferencePair:
     """As those of a `Problem`."""
     source: int = field(default=0, compare=False)
     """Which of several files it is from."""
+    place: str = field(default="", compare=False)
+    """The file and line that it is from, for errors."""
     chosen_messages: Sequence[Message] = field(default=(), compare=False)
     """The preferred completion as messages after `messages`; empty: `chosen` is a text."""
     rejected_messages: Sequence[Message] = field(default=(), compare=False)
     """The other completion as messages."""
     tools: Sequence[Mapping[str, Any]] = field(default=(), compare=False)
     """As those of a `Problem`."""
-    place: str = field(default="", compare=False)
-    """As that of a `Problem`."""
 
     @property
     def rows(self) -> tuple[Problem, Problem]:
@@ -396,32 +396,37 @@ def read_pairs(
         ValueError: A source cannot be read, is empty, or a row is malformed, has completions of two
             contexts or prefers one to itself; the message names file and line.
     """
-    pairs: list[PreferencePair] = []
     unnamed: list[str] = []
-    for number, row in _sourced_rows(sources, key=key, columns=columns, split=split):
-        pair = read_pair(row)
-        if not pair.has_prompt:
+
+    def read(row: Row, number: int) -> PreferencePair:
+        pair, has_prompt = _pair(row, source=number)
+        if not has_prompt and not unnamed:
             unnamed.append(row.place)
-        pairs.append(
-            PreferencePair(
-                pair.prompt,
-                pair.chosen,
-                pair.rejected,
-                pair.messages,
-                number,
-                chosen_messages=pair.chosen_messages,
-                rejected_messages=pair.rejected_messages,
-                tools=pair.tools,
-                place=row.place,
+            _LOGGER.warning(
+                "%s has no 'prompt': it is the text with which 'chosen' and 'rejected' begin, %r",
+                *(row.place, pair.prompt[-40:]),
             )
-        )
-    if unnamed:
-        _LOGGER.warning(
-            "%s has no 'prompt', as have %d rows of %d: it is the text with which 'chosen' and "
-            "'rejected' begin",
-            *(unnamed[0], len(unnamed), len(pairs)),
-        )
-    return pairs
+        return pair
+
+    listed = _sourced_rows(sources, key=key, columns=columns, split=split)
+    return [read(row, number) for number, row in listed]
+
+
+def _pair(row: Row, *, source: int) -> tuple[PreferencePair, bool]:
+    """Return the pair of a row, and whether the row names its prompt."""
+    fields = read_pair(row)
+    pair = PreferencePair(
+        fields.prompt,
+        fields.chosen,
+        fields.rejected,
+        fields.messages,
+        source,
+        row.place,
+        chosen_messages=fields.chosen_messages,
+        rejected_messages=fields.rejected_messages,
+        tools=fields.tools,
+    )
+    return pair, fields.has_prompt
 
 
 def _sourced_rows(
@@ -473,10 +478,10 @@ def _problem(row: Row, *, source: int, needs_answer: bool) -> Problem:
         fields,
         messages,
         source,
+        place,
         completion=completion,
         tools=tools,
         imitates_turns=imitates_turns,
-        place=place,
     )
 
 

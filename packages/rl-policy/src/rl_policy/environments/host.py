@@ -15,7 +15,8 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from rl_interfaces import Environment
 
-from rl_policy.data.datasets import Message, Problem, read_messages
+from rl_policy.data.datasets import Problem
+from rl_policy.data.messages import Message, read_messages
 from rl_policy.data.user_code import (
     UnusableError,
     awaited,

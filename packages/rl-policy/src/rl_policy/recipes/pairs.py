@@ -92,8 +92,10 @@ def prepare_pairs(config: RunConfig, encoder: ProblemEncoder) -> PairInputs:
         seed=config.seed,
     )
     check_shares(pairs.train, config.data.weights)
+    rows = [row for pair in (*pairs.train, *pairs.heldout) for row in pair.rows]
+    encoder.check_conversations(rows, has_answers=True)
     check_rows(
-        [row for pair in (*pairs.train, *pairs.heldout) for row in pair.rows],
+        rows,
         encoder=encoder,
         limit=config.policy["max_total_sequence_length"],
         key="policy.max_total_sequence_length",

@@ -129,6 +129,7 @@ def prepare_sft(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:
     check_schedule(sft_policy(config), num_steps=sft.steps, key=key, path=SFT_PATH)
     num_validation = 0 if sft.stop_pass_rate is None else config.data.num_validation
     inputs = prepare_problems(config, encoder, num_validation=num_validation, imitates_answers=True)
+    encoder.check_conversations(inputs.problems.demonstrations, has_answers=True)
     key = SFT_PATH if "max_total_sequence_length" in sft.policy else "policy"
     check_rows(
         inputs.problems.demonstrations,

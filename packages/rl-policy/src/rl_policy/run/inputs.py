@@ -169,6 +169,7 @@ def prepare_problems(
     )
     check_shares(problems.train, config.data.weights)
     measured = (*problems.train, *problems.heldout, *problems.validation)
+    encoder.check_conversations(measured, has_answers=False)
     check_prompts(config, measured, encoder=encoder)
     compares_all = section.function is None and section.answer_pattern is None
     if compares_all and not has_environment:
