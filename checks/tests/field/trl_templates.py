@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 # What templates write where a turn starts or ends, or around what is no text.
 _SPECIAL = re.compile(
-    r"<[|｜][\w▁]+[|｜]>|<\|\w+>|<\w+\|>|<(?:start|end)_of_\w+>|\[/?[A-Z_]+\]|</?s>"
+    r"<[|\uff5c][\w\u2581]+[|\uff5c]>|<\|\w+>|<\w+\|>|<(?:start|end)_of_\w+>|\[/?[A-Z_]+\]|</?s>"
 )
 # The first of them that a template has ends its turns, as the family's own tokenizer says.
 _ENDS = (
@@ -22,10 +22,9 @@ _ENDS = (
     "<end_of_turn>",
     "<turn|>",
     "<end_of_utterance>",
-    "<｜end▁of▁sentence｜>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
     "</s>",
 )
-# Templates that write the conversation of an assistant: no family's own is among them twice.
 _FILES = importlib.resources.files("trl") / "chat_templates"
 NAMES = sorted(
     each.name.removesuffix(".jinja") for each in _FILES.iterdir() if "jinja" in each.name

@@ -53,7 +53,7 @@ def example(name, problem, **options):
 
 
 def refusal(name, problem, **options):
-    with pytest.raises(ValueError, match="is rendered by|cannot render") as caught:
+    with pytest.raises(ValueError, match=r"is rendered by|cannot render") as caught:
         example(name, problem, **options)
     return str(caught.value)
 
