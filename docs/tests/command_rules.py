@@ -129,6 +129,12 @@ def check_program(command: str) -> None:
     assert found, f"{name} imports none of the packages"
 
 
+def check_compiles(command: str) -> None:
+    """Compile the page's program."""
+    (name,) = re.findall(r"\S+\.py", command)
+    ast.parse(Path(name).read_text())
+
+
 def check_nox(command: str) -> None:
     """Find the nox sessions that are named."""
     named = re.findall(r'-s (?:"([^"]+)"|(\S+))', command)
@@ -222,6 +228,7 @@ RULES = [
     Rule(r"python agent.py", "needs the server", check_agent),
     Rule(r"rl-policy serve-tinker", "runs until it is ended", check_serve),
     Rule(r"python learn.py", "needs the server", check_client),
+    Rule(r"python gsm8k.py", "downloads a data set", check_compiles),
     Rule(r"torchrun .* trainers/zero3.py", "needs DeepSpeed", check_program),
     Rule(r"python trainers/own_backend.py", "needs vLLM, and CUDA", check_program),
     Rule(r"rl-policy doctor", "this machine may lack something", check_doctor),
