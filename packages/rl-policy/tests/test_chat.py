@@ -172,7 +172,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_an_answer_is_what_the_template_renders_after_the_prompt(name):
+def test_an_answer_is_what_the_template_renders_after_the_prompt(name, caplog):
     tokenizer = byte_level(TEMPLATES[name], bos_token="<bos>")
     prompt = whole_tokens(tokenizer, CONVERSATION[:-1], add_generation_prompt=True)
     whole = whole_tokens(tokenizer, CONVERSATION)
@@ -180,6 +180,7 @@ def test_an_answer_is_what_the_template_renders_after_the_prompt(name):
     assert found.tokens == whole
     assert found.prompt_length == len(prompt)
     assert found.targets == [0] * len(prompt) + [1] * (len(whole) - len(prompt))
+    assert not caplog.text or name == "words"
     batch = ProblemEncoder(tokenizer).answer_batch([Problem("x", "6", messages=CONVERSATION[:-1])])
     assert batch["token_mask"][0].tolist() == found.targets
 
@@ -211,7 +212,7 @@ def test_an_answer_in_a_column_of_its_own_is_all_that_is_trained_on():
 
 def test_marks_of_a_template_are_the_targets():
     marked = template(
-        of_assistant("<turn>bot:{% generation %}{{ m.content }}<end>{% endgeneration %}\n"),
+        of_assistant("<turn>bot:{% generation %}{{ m.content }}<end>{% endgeneration %}."),
         prompt="<turn>bot:",
     )
     tokenizer = byte_level(marked)
@@ -502,8 +503,18 @@ CRITIC = {"role": "critic", "content": "no"}
         ("grpo", REFUSING, {"messages": [ASK, CRITIC, ASK, ANSWER]}, "TemplateError: who is that?"),
         ("sft", REFUSING, {"messages": [ASK, CRITIC, ASK, ANSWER]}, "TemplateError: who is that?"),
         ("sft", REWRITING, {"messages": [ASK, ANSWER]}, "'u:2+2?;a:<think>', and"),
-        ("dpo", REWRITING, {"prompt": [ASK], "chosen": "4", "rejected": "5"}, "'u:2+2?;a:<think>', and"),
-        ("rm", REWRITING, {"chosen": [ASK, ANSWER], "rejected": [ASK, WRONG]}, "'u:2+2?;a:<think>', and"),
+        (
+            "dpo",
+            REWRITING,
+            {"prompt": [ASK], "chosen": "4", "rejected": "5"},
+            "'u:2+2?;a:<think>', and",
+        ),
+        (
+            "rm",
+            REWRITING,
+            {"chosen": [ASK, ANSWER], "rejected": [ASK, WRONG]},
+            "'u:2+2?;a:<think>', and",
+        ),
     ],
 )
 def test_a_row_that_the_template_does_not_render_is_named_before_the_start(
