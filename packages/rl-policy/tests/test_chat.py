@@ -2,13 +2,16 @@
 
 import importlib.resources
 import importlib.util
+import json
 import logging
 import re
 
 import pytest
+from rl_policy.config import load_run_config
 from rl_policy.data.batches import ProblemEncoder
 from rl_policy.data.datasets import PreferencePair, Problem, read_pairs, read_problems
 from rl_policy.data.rows import GivenRows
+from rl_policy.run.inputs import prepare_inputs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -89,6 +92,11 @@ def rows(*objects):
     return GivenRows(objects, key="rows")
 
 
+def write(path, *objects):
+    path.write_text("".join(json.dumps(each) + "\n" for each in objects))
+    return str(path)
+
+
 # Texts
 
 
@@ -164,7 +172,7 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_an_answer_is_what_the_template_renders_after_the_prompt(name):
+def test_an_answer_is_what_the_template_renders_after_the_prompt(name, caplog):
     tokenizer = byte_level(TEMPLATES[name], bos_token="<bos>")
     prompt = whole_tokens(tokenizer, CONVERSATION[:-1], add_generation_prompt=True)
     whole = whole_tokens(tokenizer, CONVERSATION)
@@ -172,6 +180,7 @@ def test_an_answer_is_what_the_template_renders_after_the_prompt(name):
     assert found.tokens == whole
     assert found.prompt_length == len(prompt)
     assert found.targets == [0] * len(prompt) + [1] * (len(whole) - len(prompt))
+    assert not caplog.text or name == "words"
     batch = ProblemEncoder(tokenizer).answer_batch([Problem("x", "6", messages=CONVERSATION[:-1])])
     assert batch["token_mask"][0].tolist() == found.targets
 
@@ -203,7 +212,7 @@ def test_an_answer_in_a_column_of_its_own_is_all_that_is_trained_on():
 
 def test_marks_of_a_template_are_the_targets():
     marked = template(
-        of_assistant("<turn>bot:{% generation %}{{ m.content }}<end>{% endgeneration %}\n"),
+        of_assistant("<turn>bot:{% generation %}{{ m.content }}<end>{% endgeneration %}."),
         prompt="<turn>bot:",
     )
     tokenizer = byte_level(marked)
@@ -473,6 +482,75 @@ def test_texts_without_a_prompt_begin_with_it(chosen, rejected, prompt, caplog):
 def test_pairs_without_a_shared_context_are_named(row, message):
     with pytest.raises(ValueError, match=message):
         read_pairs(rows(row), key="rows")
+
+
+# Before the start
+
+REFUSING = (
+    "{% for m in messages %}{% if m.role == 'critic' %}{{ raise_exception('who is that?') }}"
+    "{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+REWRITING = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}a:<think>{% endif %}"
+)
+CRITIC = {"role": "critic", "content": "no"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "template", "row", "message"),
+    [
+        ("grpo", REFUSING, {"messages": [ASK, CRITIC, ASK, ANSWER]}, "TemplateError: who is that?"),
+        ("sft", REFUSING, {"messages": [ASK, CRITIC, ASK, ANSWER]}, "TemplateError: who is that?"),
+        ("sft", REWRITING, {"messages": [ASK, ANSWER]}, "'u:2+2?;a:<think>', and"),
+        (
+            "dpo",
+            REWRITING,
+            {"prompt": [ASK], "chosen": "4", "rejected": "5"},
+            "'u:2+2?;a:<think>', and",
+        ),
+        (
+            "rm",
+            REWRITING,
+            {"chosen": [ASK, ANSWER], "rejected": [ASK, WRONG]},
+            "'u:2+2?;a:<think>', and",
+        ),
+    ],
+)
+def test_a_row_that_the_template_does_not_render_is_named_before_the_start(
+    recipe, template, row, message, tmp_path
+):
+    fine = [{"prompt": f"{n}=", "answer": "1", "chosen": "1", "rejected": "2"} for n in range(4)]
+    overrides = [
+        f"data.path={write(tmp_path / 'rows.jsonl', *fine, row)}",
+        f"data.heldout_path={write(tmp_path / 'heldout.jsonl', {**fine[0], 'prompt': '?'})}",
+        f"policy.tokenizer.chat_template={json.dumps(template)}",
+        *(["sft.stop_pass_rate=null"] if recipe in ("sft", "grpo") else []),
+    ]
+    config = load_run_config(recipe, overrides=overrides)
+    with pytest.raises(ValueError, match=r"rows\.jsonl:5: the prompt '2\+2\?") as caught:
+        prepare_inputs(config)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_keys_of_the_data_reach_the_template(tmp_path):
+    fine = [{"messages": [{"role": "user", "content": f"{n}?"}, ANSWER]} for n in range(4)]
+    template = "{% if thinks %}<think>{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    config = load_run_config(
+        "sft",
+        overrides=[
+            f"data.path={write(tmp_path / 'rows.jsonl', *fine)}",
+            "data.num_heldout=1",
+            "sft.stop_pass_rate=null",
+            "data.system_prompt=Be brief.",
+            "data.chat_template_kwargs={thinks: true}",
+            f"policy.tokenizer.chat_template={json.dumps(template)}",
+        ],
+    )
+    inputs = prepare_inputs(config)
+    (tokens,) = inputs.encoder.prompt_tokens([Problem("x", messages=[ASK])])
+    assert inputs.encoder.text(tokens) == "<think>Be brief.2+2?"
 
 
 # The templates of TRL

@@ -317,9 +317,13 @@ class ChatTokenizer:
             if not is_whole:
                 raise _rewritten(problem, prompt, whole)
             first = 0 if problem.imitates_turns else len(context)
-            spans = list(self._turn_spans(problem, messages, whole, first))
+            starts = {len(context): prompt}
+            spans = list(self._turn_spans(problem, messages, whole, first, starts))
             if not spans or spans[-1][1] < len(whole):
-                raise _rewritten(problem, prompt, whole)
+                raise ValueError(
+                    f"{prompt_name(problem)}: {TEMPLATE} renders the last turn of the assistant "
+                    f"not after the prompt {prompt[-80:]!r}, but as {whole[-80:]!r}"
+                )
         content = message_text(messages[-1]).rstrip()
         return _Text(
             whole,
@@ -330,9 +334,22 @@ class ChatTokenizer:
         )
 
     def _turn_spans(
-        self, problem: Problem, messages: Sequence[Message], whole: str, first: int
+        self,
+        problem: Problem,
+        messages: Sequence[Message],
+        whole: str,
+        first: int,
+        starts: Mapping[int, str],
     ) -> Iterator[_Span]:
-        """Yield the characters of each turn of the assistant, as they follow its own prompt."""
+        """Yield the characters of each turn of the assistant, as they follow its own prompt.
+
+        Args:
+            problem: Has the tools, and is named in errors.
+            messages: The conversation.
+            whole: As the template renders it.
+            first: The message from which turns are trained on.
+            starts: The renderings of prompts that are known, by their number of messages.
+        """
         left_out: list[int] = []
         for index in range(first, len(messages)):
             if messages[index]["role"] != ASSISTANT:
@@ -342,7 +359,9 @@ class ChatTokenizer:
                 left_out.append(index)
                 continue
             try:
-                start = self._template.render(problem, messages[:index], is_prompt=True)
+                start = starts.get(index)
+                if start is None:
+                    start = self._template.render(problem, messages[:index], is_prompt=True)
                 until = whole if is_last else self._template.render(problem, messages[: index + 1])
             except ValueError:  # some templates refuse a part of a conversation
                 left_out.append(index)
