@@ -137,6 +137,15 @@ def test_a_text_that_follows_another_has_no_sentencepiece_space():
     assert tokenizer.convert_ids_to_tokens(found) == ["62"]
 
 
+def test_a_turn_that_ends_with_two_tokens_is_not_ended_again():
+    tokenizer = byte_level(template("<turn>{{ m.role }}:{{ m.content }}<turn_end><end>"))
+    encoder = ProblemEncoder(tokenizer)
+    (found,) = encoder.observation_tokens(
+        ["5"], problems=[Problem("x", messages=[ASK])], last_tokens=[1], role="user"
+    )
+    assert tokenizer.decode(found) == "<turn>user:5<turn_end><end><turn>assistant:"
+
+
 def test_everything_sampled_but_the_end_token_is_decoded():
     tokenizer = byte_level()
     encoder = ProblemEncoder(tokenizer, stop_token_ids=[4])

@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
@@ -208,9 +208,14 @@ class ChatTokenizer:
             for observation, problem in zip(observations, problems, strict=True)
         ]
         return [
-            row[1:] if row[:1] == [last] and last in self._special_ids else row
+            self._without_sampled_end(row, last)
             for row, last in zip(self._continuations(texts), last_tokens, strict=True)
         ]
+
+    def _without_sampled_end(self, row: list[int], last: int) -> list[int]:
+        """Drop what ends a turn up to the token that was sampled; some turns end with several."""
+        ends = [*takewhile(self._special_ids.__contains__, row)]
+        return row[ends.index(last) + 1 :] if last in ends else row
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, with special tokens and spaces as they are."""
