@@ -10,14 +10,18 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-
-# The packages whose tests wait for processes half of the time.
-SPREAD = [Path(__file__).parent / "packages" / name for name in ("rl-policy", "rl-refit")]
+from hypothesis import settings
 
 # Modules that the tests of all packages share. The processes that tests start import them, too.
 SHARED = str(Path(__file__).parent / "checks" / "testing")
 sys.path.insert(0, SHARED)
 os.environ["PYTHONPATH"] = os.pathsep.join([SHARED, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+# Property tests have no deadline, as other work may share the processor. `uv run nox` tries fewer
+# examples.
+settings.register_profile("full", deadline=None)
+settings.register_profile("quick", deadline=None, max_examples=20)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "full"))
 
 # Tensors of tests are tiny, and other tests run beside them: more threads only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,20 +39,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="of the tests that are not slow, run the first of each file that has no slow one",
     )
-
-
-# Before pytest-xdist's own, which starts as many as are asked for. An environment may lack it.
-@pytest.hookimpl(tryfirst=True)
-def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run the tests of a package that waits for processes in two, where they are run as a whole."""
-    options = config.option
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        # One of the two, whose options do not say so: it would start two of its own.
-        return
-    asked = {Path(name).resolve() for name in options.file_or_dir or ["."]}
-    is_whole = asked.intersection(SPREAD) and not (options.keyword or options.usepdb)
-    if is_whole and getattr(options, "numprocesses", 0) is None:
-        options.numprocesses = 2
 
 
 def pytest_configure() -> None:
@@ -76,8 +66,8 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None, None, None]:
-    """Mark as slow what `slow_beyond` says, and leave out what `--sample-fast` does."""
-    mark_slow(items)
+    """Mark cases of parametrised tests, and leave out what `--sample-fast` does."""
+    mark_cases(items)
     yield
     if config.getoption("sample_fast"):
         fast = [item for item in items if not item.get_closest_marker("slow")]
@@ -88,14 +78,21 @@ def pytest_collection_modifyitems(
         items[:] = [item for item in items if item not in dropped]
 
 
-def mark_slow(items: list[pytest.Item]) -> None:
-    """Mark as slow what `slow_beyond` says: most cases of a test that has many of one property."""
+def mark_cases(items: list[pytest.Item]) -> None:
+    """Mark the cases of parametrised tests as `slow_beyond` and `promise_first` say."""
     num_cases: Counter[str] = Counter()
     for item in items:
-        mark = item.get_closest_marker("slow_beyond")
-        if mark is not None:
-            test = item.nodeid.partition("[")[0]
-            turn, rest = divmod(num_cases[test], mark.kwargs.get("every", 1))
-            if rest or turn >= mark.args[0]:
-                item.add_marker("slow")
-            num_cases[test] += 1
+        test = item.nodeid.partition("[")[0]
+        index = num_cases[test]
+        num_cases[test] += 1
+        beyond, first = map(item.get_closest_marker, ("slow_beyond", "promise_first"))
+        if beyond is not None and not is_among(index, *beyond.args, **beyond.kwargs):
+            item.add_marker("slow")
+        if first is not None and is_among(index, *first.args, **first.kwargs):
+            item.add_marker("promise")
+
+
+def is_among(index: int, count: int, every: int = 1) -> bool:
+    """Return whether a case is one of the first `count`, taking each `every`-th case."""
+    turn, rest = divmod(index, every)
+    return not rest and turn < count

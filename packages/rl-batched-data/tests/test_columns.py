@@ -2,6 +2,8 @@ import pytest
 import torch
 from rl_batched_data import pad_right, round_up, verify_right_padding
 
+pytestmark = pytest.mark.promise
+
 PAD = 9
 
 

@@ -58,6 +58,7 @@ def assert_close(actual, expected, tolerance):
 @pytest.mark.parametrize("from_hidden", [False, True])
 @pytest.mark.parametrize("chunk_logits", [1, 70, 2**24])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"temperature": 0.7, **MODEL}])
+@pytest.mark.promise
 def test_scores_and_gradients_equal_dense_float64(from_hidden, chunk_logits, options):
     hidden, matrix, bias, tokens, weights = example()
     leaves = [hidden, matrix, bias] if from_hidden else [hidden @ matrix.T + bias]

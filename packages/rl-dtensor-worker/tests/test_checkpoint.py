@@ -29,6 +29,7 @@ def _config(model):
     return make_config(model, scheduler=LINEAR)
 
 
+@pytest.mark.promise
 def test_a_new_process_continues_bit_for_bit(saved):
     arguments, uninterrupted = saved
     fresh = RankPool(2)
@@ -58,6 +59,7 @@ def test_another_layout_continues(saved, pools, num_ranks):
     assert largest_difference(resumed.parameters, uninterrupted[0].parameters) < 1e-6
 
 
+@pytest.mark.promise
 def test_the_hugging_face_directory_loads_with_equal_logits(saved, pools):
     arguments, _ = saved
     hf = f"{arguments['directory']}/hf"

@@ -20,6 +20,7 @@ def _gather(results, key):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.promise
 def test_greedy_equals_transformers_on_ragged_prompts(pools, tiny_model, num_ranks):
     batch = make_batch(5)
     config = make_config(tiny_model, generation_batch_size=2)
@@ -55,6 +56,7 @@ def test_rows_of_a_group_share_a_prefill(pools, tiny_model):
         assert output_ids[row, : totals[row]].tolist() == expected.tolist()
 
 
+@pytest.mark.promise
 def test_sampled_logprobs_are_those_of_the_policy(pools, tiny_model):
     batch = make_batch(12)
     # A third of the tokens end a row, so that rows leave the cache while others go on.

@@ -5,6 +5,8 @@ from oracle import LOGPROB_TOLERANCE, load, plain_logprobs
 from rank_pool import RankFailure
 from tiny_model import make_batch, make_config
 
+pytestmark = pytest.mark.promise
+
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("num_rows", [1, 7])

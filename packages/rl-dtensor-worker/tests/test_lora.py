@@ -115,6 +115,7 @@ CASES = [
 
 @pytest.mark.slow_beyond(3, every=3)
 @pytest.mark.parametrize(("layout", "batching"), CASES)
+@pytest.mark.promise_first(2)
 def test_every_layout_equals_plain_peft(pools, base, adapters, plain, layout, batching):
     num_ranks = LAYOUTS[layout][0]
     config = config_of(base, layout, batching=batching, lora={"adapter_path": adapters})

@@ -80,10 +80,17 @@ def one_per_layout():
 
 CASES = all_cases() if os.environ.get("PARITY") == "all" else covering_pairs()
 FAST = one_per_layout()
-PARAMETERS = [
-    pytest.param(*case, id="-".join(case), marks=[] if case in FAST else pytest.mark.slow)
-    for case in CASES
-]
+PROMISES = [case for case in FAST if case[0] in ("dp2", "tp2_sp", "cp2")]
+
+
+def marks_of(case):
+    """Return the marks of a case: a few are promises, one of each layout is fast."""
+    if case in PROMISES:
+        return pytest.mark.promise
+    return [] if case in FAST else pytest.mark.slow
+
+
+PARAMETERS = [pytest.param(*case, id="-".join(case), marks=marks_of(case)) for case in CASES]
 
 
 @pytest.fixture(scope="session")

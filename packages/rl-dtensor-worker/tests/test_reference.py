@@ -1,9 +1,11 @@
+import pytest
 import state_ranks
 import torch
 from oracle import LOGPROB_TOLERANCE, load, plain_logprobs
 from tiny_model import make_batch, make_config, rows_for_rank
 
 
+@pytest.mark.promise
 def test_reference_stays_while_the_policy_moves(pools, tiny_model):
     batch = make_batch(8)
     expected = plain_logprobs(load(tiny_model), batch)

@@ -24,6 +24,7 @@ def _plain(model_name, num_calls=3):
 @pytest.mark.slow_beyond(2, every=5)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("mbs", [1, 2, 4])
+@pytest.mark.promise_first(2)
 def test_three_steps_equal_a_plain_loop(pools, tiny_model, num_ranks, mbs):
     # 8 rows in global batches of 4: two optimizer steps in each of three calls.
     plain = _plain(tiny_model)
@@ -138,6 +139,7 @@ def test_the_schedule_steps_once_per_call(pools, tiny_model):
     assert rates == [pytest.approx([rate] * 2) for rate in (5e-4, 7.5e-4, 1e-3)]
 
 
+@pytest.mark.promise
 def test_a_step_that_is_not_finite_changes_nothing(pools, tiny_model):
     trained, *_ = pools(2).run(
         training_ranks.train,

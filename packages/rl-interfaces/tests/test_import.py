@@ -3,6 +3,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.promise
+
 HEAVY = ["torch", "ray", "numpy", "transformers", "pydantic", "rl_batched_data"]
 # The heavy modules are stood in for, so that an import of them shows wherever the tests run.
 IMPORT_EVERY_MODULE = f"""

@@ -33,6 +33,7 @@ SAME = {
 
 @pytest.mark.slow_beyond(2, every=3)
 @pytest.mark.parametrize("case", SAME)
+@pytest.mark.promise_first(1)
 def test_training_goes_on_exactly(pools, tmp_path, case):
     num_ranks, given = SAME[case]
     before = pools(num_ranks).run(save_ranks, directory=str(tmp_path), **given)

@@ -63,6 +63,7 @@ def models(tmp_path_factory):
 
 @pytest.mark.slow_beyond(2, every=4)
 @pytest.mark.parametrize(("kind", "layout"), CASES)
+@pytest.mark.promise_first(1)
 def test_greedy_completions_are_those_of_transformers(pools, models, kind, layout):
     model, (num_ranks, sizes) = models[kind, num_layers_of(layout)], LAYOUTS[layout]
     # Two rows of a batch of three have one prompt, and so one prefill.

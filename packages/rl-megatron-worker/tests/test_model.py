@@ -35,6 +35,7 @@ CASES = {
 
 @pytest.mark.slow_beyond(3, every=4)
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.promise_first(2)
 def test_log_probabilities_and_gradients_are_those_of_transformers(pools, case):
     num_ranks, kind, layout = CASES[case]
     results = pools(num_ranks).run(whole_model_ranks, kind=kind, **layout)

@@ -140,6 +140,7 @@ def stored(path):
 
 @pytest.mark.slow_beyond(12, every=4)
 @pytest.mark.parametrize(("layout", "model", "batching"), CASES, ids=map("-".join, CASES))
+@pytest.mark.promise_first(4)
 def test_every_layout_equals_plain_transformers(pools, oracles, layout, model, batching):
     num_ranks, sizes = LAYOUTS[layout]
     section, oracle = BATCHINGS[batching], oracles(model, num_layers_of(layout))

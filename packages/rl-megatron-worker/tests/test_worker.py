@@ -78,6 +78,7 @@ VARIANTS = {
 
 @pytest.mark.slow_beyond(2, every=3)
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.promise_first(2)
 def test_every_way_of_training_is_the_plain_loop(pools, model, plain, variant):
     num_ranks, layout, optimizer, loss = VARIANTS[variant]
     config = make_config(model, **layout)

@@ -14,16 +14,11 @@ import pytest
 import ray
 import torch
 from forked_python import rank_python
-from hypothesis import settings
 from kept_clusters import end_kept_clusters, kept_cluster
 from processes import is_gone
 from recipe_runs import forked_command
 from rl_policy import backends
 from rl_policy.run import samplers, session
-
-# No time is a fault where other work may share the processor.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
 
 if find_spec("vllm") and not torch.cuda.is_available():
     # Engines of tests are eager: helpers that vLLM would compile all the same take seconds each.

@@ -18,6 +18,8 @@ from rl_policy.losses import (
     whiten,
 )
 
+pytestmark = pytest.mark.promise
+
 # 1e-6 is added to standard deviations of 0.4 and more.
 TOLERANCE = {"rtol": 0, "atol": 1e-5}
 

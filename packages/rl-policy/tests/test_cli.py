@@ -49,6 +49,7 @@ def rl_policy(tmp_path, monkeypatch):
     return partial(CliRunner().invoke, build_app())
 
 
+@pytest.mark.promise
 def test_help_explains_every_flag_and_loads_nothing_heavy(tmp_path):
     started = time.monotonic()
     result = run_apart("grpo", "--help", cwd=tmp_path)
@@ -117,6 +118,7 @@ def test_a_driver_imports_before_ray_starts_what_it_uses_and_no_more(tmp_path):
 
 
 @pytest.mark.parametrize("recipe", ["dpo", "grpo", "sft"])
+@pytest.mark.promise
 def test_the_configuration_is_shown_and_nothing_is_written(tmp_path, rl_policy, recipe):
     result = rl_policy([recipe, "--show-config", "grpo.steps=3"])
     assert result.exit_code == 0, result.stderr
@@ -440,6 +442,7 @@ def test_a_run_of_the_other_recipe_is_not_resumed(tmp_path, rl_policy):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.promise
 def test_a_signal_ends_a_run_in_order_and_says_how_to_go_on(
     tmp_path, rl_policy, monkeypatch, request, number, status
 ):

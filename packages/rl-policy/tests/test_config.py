@@ -18,6 +18,8 @@ from rl_policy.recipes.sft import sft_policy
 from rl_policy.run.inputs import engine_section
 from rl_policy.run.machine import check_devices
 
+pytestmark = pytest.mark.promise
+
 OWN_MODEL = "policy.model_name=some/model"
 
 

@@ -16,6 +16,8 @@ from rl_policy.data.datasets import (
     read_problems,
 )
 
+pytestmark = pytest.mark.promise
+
 PROBLEMS = [Problem(f"q{number}", str(number)) for number in range(20)]
 PAIRS = [PreferencePair(f"q{number // 2}", "yes", f"no {number}") for number in range(20)]
 PROBLEM = Problem("27+35=", "62")

@@ -7,6 +7,8 @@ from rl_batched_data import BatchedDataDict
 from rl_interfaces import LossType, resolve_policy_config
 from rl_policy import dispatch
 
+pytestmark = pytest.mark.promise
+
 PAD = 0
 
 

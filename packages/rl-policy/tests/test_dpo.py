@@ -42,6 +42,7 @@ def alone(run_on):
     return run_on(1)
 
 
+@pytest.mark.promise
 def test_the_reward_margin_rises(alone):
     rows, output = alone
     margins = [row["heldout_margin"] for row in rows if row["heldout_margin"] is not None]

@@ -134,6 +134,7 @@ def is_gone(pid):
     return not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.promise
 def test_a_group_has_a_process_and_each_episode_its_own_environment(pool):
     processes = pool()
     assert started(processes) == {

@@ -280,6 +280,7 @@ def test_a_class_of_the_program_plays_and_has_to_be_given_again(shared_ray, work
     assert [row["step"] for row in read_metrics(Path("out/metrics.jsonl"))] == [0, 1, 2]
 
 
+@pytest.mark.promise
 def test_sampler_and_trainer_agree_on_the_sampled_tokens(shared_ray, tmp_path):
     shape = tiny_model_config(TinyModelSection(), max_sequence_length=64)
     build_tiny_model(tmp_path / "model", config=shape, seed=0)

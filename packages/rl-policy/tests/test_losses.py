@@ -7,6 +7,8 @@ from loss_batches import evaluate, one_token, random_batch, two_rows
 from rl_interfaces import LossFunction, LossInput, LossType
 from rl_policy.losses import ClippedPGLoss, DPOLoss, NLLLoss, group_relative_advantages
 
+pytestmark = pytest.mark.promise
+
 # Hand-computed numbers are written in float64 and compared with float32 results.
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 0.0, 2.0, 4.0, 6.0, 8.0])

@@ -12,6 +12,8 @@ import torch
 from loss_batches import counts_of, random_batch
 from rl_policy.losses import ClippedPGLoss, group_relative_advantages, per_reward_advantages, whiten
 
+pytestmark = pytest.mark.promise
+
 # Shares of tokens and rows are float32.
 TOLERANCE = {"rel": 1e-6, "abs": 1e-8}
 

@@ -19,6 +19,8 @@ from rl_policy.losses import (
     whiten,
 )
 
+pytestmark = pytest.mark.promise
+
 TRL = json.loads((Path(__file__).parent / "trl_losses.json").read_text())
 # TRL computes advantages in float32, and all else here in float64.
 TOLERANCE = {"rtol": 1e-6, "atol": 1e-7}

@@ -135,6 +135,7 @@ def batch(lengths, width=9):
     )
 
 
+@pytest.mark.promise
 def test_logprobs_equal_plain_transformers(policy, plain_model):
     data = batch([9, 2, 5, 7, 1])
     expected = plain_logprobs(plain_model, data)
@@ -243,6 +244,7 @@ def test_a_single_row_leaves_a_rank_without_work(policy, plain_model):
     assert policy.generate(data, greedy=True)["output_ids"].shape[0] == 1
 
 
+@pytest.mark.promise
 def test_greedy_completions_equal_plain_transformers(policy, plain_model):
     prompts = batch([3, 7, 1, 5, 9])
     output = policy.generate(prompts, greedy=True)
@@ -261,6 +263,7 @@ def test_greedy_completions_equal_plain_transformers(policy, plain_model):
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.promise
 def test_training_equals_a_plain_loop(
     cluster, model_path, tokenizer, plain_model, tmp_path, num_ranks
 ):
@@ -513,6 +516,7 @@ def test_planned_micro_batches_give_what_fixed_ones_give(
     assert data == before
 
 
+@pytest.mark.promise
 def test_a_checkpoint_brings_weights_and_optimizer_back(policy, tmp_path):
     data = batch([9, 2, 5, 7])
     policy.save_checkpoint(tmp_path / "weights", tmp_path / "optimizer", tmp_path / "tokenizer")
@@ -527,6 +531,7 @@ def test_a_checkpoint_brings_weights_and_optimizer_back(policy, tmp_path):
 
 
 @pytest.mark.parametrize("transport", ["shm", "collective"])
+@pytest.mark.promise
 def test_receivers_get_the_weights_by_stream(policy, transport):
     expected = parameters(policy)
     addresses = policy.open_refit(2, is_paired=True, transport=transport, bucket_bytes=1 << 14)

@@ -8,6 +8,8 @@ from loss_batches import evaluate, one_token, random_batch, two_rows
 from rl_interfaces import LossType
 from rl_policy.losses import ClippedPGLoss, estimate_kl
 
+pytestmark = pytest.mark.promise
+
 SEQUENCE = {"loss_type": "sequence_level"}
 
 

@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.needs("rl-policy[megatron]")
 RELATIVE_TOLERANCE = {"rtol": 5e-6, "atol": 0}  # sums of some dozen terms, in another order
 
 
+@pytest.mark.promise
 def test_it_scores_and_trains_as_a_plain_loop_over_transformers_does(
     megatron_results, backends_model
 ):

@@ -13,6 +13,8 @@ from rl_policy.recipes import describe_recipe, find_recipe, installed_recipes
 from rl_policy.run.metrics import read_metrics
 from typer.testing import CliRunner
 
+pytestmark = pytest.mark.promise
+
 STRANGER = Path(__file__).parent / "stranger"
 
 

@@ -96,6 +96,7 @@ def test_a_client_learns_what_it_talks_to(address, service, model):
     assert client.get_tokenizer().encode(text) == tokens(text)
 
 
+@pytest.mark.promise
 def test_logprobs_and_loss_are_those_of_transformers(service, model):
     client = service.create_lora_training_client(NAME, rank=4, seed=1).result()
     base = plain(model)
@@ -115,6 +116,7 @@ def test_logprobs_and_loss_are_those_of_transformers(service, model):
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.7])
+@pytest.mark.promise
 def test_two_steps_are_torchs_adamw_on_the_sum(service, model, state, clip):
     client = service.create_lora_training_client(NAME, rank=3, seed=5).result()
     data = [datum("hello"), datum("1+2=3")]

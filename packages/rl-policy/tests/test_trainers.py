@@ -43,6 +43,7 @@ def had_ray():
     return ray.is_initialized()
 
 
+@pytest.mark.promise
 def test_a_run_from_python_is_that_of_the_command_line(shared_ray, workplace):
     write_workplace(workplace)
     trainer = GRPOTrainer(data=PROBLEMS, config=nest(SETTINGS), out="python", progress=False)

@@ -19,6 +19,8 @@ from rl_policy.generation.vllm.config import (
 )
 from rl_policy.generation.vllm.engine.environment import prepare_environment, temporary_files_apart
 
+pytestmark = pytest.mark.promise
+
 
 def engine(vllm_cfg=None, **changes):
     config = {"model_name": "m", "vllm_cfg": vllm_cfg or {}} | changes

@@ -112,6 +112,7 @@ class Faulty:
 
 
 @pytest.mark.parametrize("transport", ["shm", "collective", "golden"])
+@pytest.mark.promise
 def test_after_a_refit_samples_are_those_of_the_new_weights(
     engines, model, tokenizer, next_version, transport
 ):

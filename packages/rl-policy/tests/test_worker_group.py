@@ -105,6 +105,7 @@ def test_a_rank_computes_with_its_share_of_the_cores(cluster, probe, shared_grou
         group.shutdown()
 
 
+@pytest.mark.promise
 def test_ranks_work_together(shared_group):
     assert shared_group.run_all("all_reduce", value=10.0) == [21.0, 21.0]
 
@@ -139,6 +140,7 @@ def test_arguments_of_the_constructor_reach_every_rank(cluster, probe):
         end_for_another(cluster, group)
 
 
+@pytest.mark.promise
 def test_an_exception_keeps_its_type_and_its_traceback(shared_group):
     with pytest.raises(ValueError, match="rank 0 does not like this") as raised:
         shared_group.run_all("fail", ranks=[0, 1])
@@ -218,6 +220,7 @@ def test_a_rank_that_is_killed_while_the_other_is_busy_is_named_in_time(group, w
     wait_until_gone(pids)
 
 
+@pytest.mark.promise
 def test_a_rank_that_was_killed_between_calls_is_named(group, wait_until_gone):
     pids = pids_of(group)
     os.kill(pids[1], signal.SIGKILL)

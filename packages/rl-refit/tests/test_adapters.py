@@ -76,6 +76,7 @@ class Pair:
 
 @pytest.mark.parametrize("num_buffers", [1, 2, 3])
 @pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.promise
 def test_the_base_is_sent_once(transport, num_buffers):
     with Pair(transport, 2, num_buffers=num_buffers) as pair:
         full = pair.good_refit(1, adapters_only=False)

@@ -38,6 +38,8 @@ from rl_refit.protocol.endpoint import (
 )
 from rl_refit.protocol.waiting import Deadline
 
+pytestmark = pytest.mark.promise
+
 TOKEN = bytes(range(32))
 HOSTS = pytest.mark.parametrize("host", [None, "127.0.0.1"], ids=["unix", "tcp"])
 

@@ -232,6 +232,7 @@ def good_report(world, version):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("num_buffers", [1, 2])
+@pytest.mark.promise
 def test_only_changes_are_sent_to_receivers_that_have_the_rest(transport, num_buffers):
     tensors, generator = some_weights(), torch.Generator().manual_seed(1)
     with delta_world(transport, tensors, num_buffers=num_buffers) as world:

@@ -45,6 +45,7 @@ def run(tmp_path, world, *, fails=False, **case):
         pytest.param(2, 1, 4, 4, torch.float32, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.promise_first(1)
 def test_engines_get_their_slices_and_no_more(tmp_path, fsdp, tp, engine_tp, engines, dtype):
     trainers = fsdp * tp
     seen = run(

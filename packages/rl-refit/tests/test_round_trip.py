@@ -15,6 +15,8 @@ from rl_refit import (
     TensorSource,
 )
 
+pytestmark = pytest.mark.promise
+
 TRANSPORTS = ["shm", "golden", "collective", "chain"]
 every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
 

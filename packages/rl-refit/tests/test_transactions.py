@@ -24,6 +24,8 @@ from rl_refit.protocol.waiting import Deadline
 from rl_refit.transports import collective
 from rl_refit.transports.shared_memory import ShmTransport
 
+pytestmark = pytest.mark.promise
+
 
 @pytest.fixture
 def tensors():
