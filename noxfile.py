@@ -72,7 +72,10 @@ nox.options.sessions = [
     "promises(rl-batched-data)",
     "promises(rl-interfaces)",
     "promises(docs)",
-    *(f"promises({name})" for name in BUSY),
+    "promises(rl-refit)",
+    "promises(rl-dtensor-worker)",
+    "promises(rl-megatron-worker)",
+    "promises(rl-policy)",
     "vllm",
 ]
 
