@@ -47,6 +47,9 @@ SUMS = 16 * STEP
 """Relative: a sum of up to 2^16 terms in two orders. torch adds by halves: log2(n) roundings."""
 ELEMENTWISE = 8 * STEP
 """Relative: a formula of up to eight float32 operations on one number, such as a loss by hand."""
+FLOAT64 = 2**16 * torch.finfo(torch.float64).eps
+"""Absolute, of two computations in float64 of values of about 1: no processor comes near, and what
+is computed in float32 on the way is 10^4 times off."""
 REPEATED = 32 * STEP
 """Relative to the largest value: two of our own layouts or ways of batching, whose every result is
 about two steps off, through two layers and the reductions of `SUMS`."""
@@ -115,6 +118,9 @@ class Expected:
     def bound(self) -> torch.Tensor | float:
         """The largest difference that is accepted: of each element, or of all."""
         return self.row.multiple * self.error + self.row.floor * self.step * self.largest
+
+    def __len__(self) -> int:
+        return len(self.exact)
 
     def __getitem__(self, index: Any) -> "Expected":
         """Return some of the elements."""
@@ -270,11 +276,16 @@ def _slope(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.T
 
     AdamW moves a weight by `lr * m / (sqrt(v) + eps)`: it divides the error of a gradient by the
     typical gradient of the same weight. Where that is about 0 the error alone decides, and `eps`
-    bounds it: tests take 1e-6, and not the default of 1e-8.
+    bounds it: tests take 1e-6, and not the default of 1e-8. SGD repeats a step by its momentum.
     """
-    (group,) = optimizer.param_groups
+    (group,) = (
+        group
+        for group in optimizer.param_groups
+        if any(each is parameter for each in group["params"])
+    )
     state = optimizer.state[parameter]
     if "exp_avg_sq" not in state:
-        return torch.full_like(parameter, group["lr"]).double()
+        rate = group["lr"] / (1 - group["momentum"])
+        return torch.full_like(parameter, rate, dtype=torch.float64)
     second = state["exp_avg_sq"] / (1 - group["betas"][1] ** float(state["step"]))
     return (group["lr"] / (second.sqrt() + group["eps"])).double()
