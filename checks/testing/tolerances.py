@@ -45,11 +45,15 @@ PARAMETERS = Row(4, 4)
 
 SUMS = 16 * STEP
 """Relative: a sum of up to 2^16 terms in two orders. torch adds by halves: log2(n) roundings."""
-ELEMENTWISE = 8 * STEP
-"""Relative: a formula of up to eight float32 operations on one number, such as a loss by hand."""
+ELEMENTWISE = 16 * STEP
+"""Relative: a formula of up to sixteen float32 operations on one number, such as a loss by hand;
+`exp` and `log` are off by a step each, an operation by half of one."""
 FLOAT64 = 2**16 * torch.finfo(torch.float64).eps
 """Absolute, of two computations in float64 of values of about 1: no processor comes near, and what
 is computed in float32 on the way is 10^4 times off."""
+KL = 1e-5
+"""Absolute, where a policy and its reference are the same model in two layouts: twice a row of
+`LOGPROBS` at 4, as an estimate of the divergence is of their difference."""
 REPEATED = 32 * STEP
 """Relative to the largest value: two of our own layouts or ways of batching, whose every result is
 about two steps off, through two layers and the reductions of `SUMS`."""
@@ -65,8 +69,8 @@ class _Float64(TorchFunctionMode):
         args: tuple = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        values = [torch.float64 if each is torch.float32 else each for each in args]
-        options = {
+        values: list[Any] = [torch.float64 if each is torch.float32 else each for each in args]
+        options: dict[str, Any] = {
             name: torch.float64 if each is torch.float32 else each
             for name, each in (kwargs or {}).items()
         }
@@ -132,12 +136,20 @@ class Expected:
         return replace(self, exact=self.exact.gather(-1, indices), scale=self.largest)
 
 
-def measured(
-    compute: Callable, model: torch.nn.Module, row: Row, *, dtype: torch.dtype = torch.float32
+def expected_of(
+    compute: Callable,
+    model: torch.nn.Module,
+    row: Row,
+    *,
+    dtype: torch.dtype = torch.float32,
+    twin: torch.nn.Module | None = None,
 ) -> Expected:
-    """Return `compute(model)`, a tensor, in float64, with the error that it has in `dtype`."""
+    """Return `compute(model)`, a tensor, in float64, with the error that it has in `dtype`.
+
+    `twin` is the model in float64, if it was trained so; by default it has the model's weights.
+    """
     rounded = compute(model if dtype is torch.float32 else copy.deepcopy(model).to(dtype)).detach()
-    exact = compute(in_float64(model)).detach()
+    exact = compute(twin or in_float64(model)).detach()
     assert exact.dtype is torch.float64, "the oracle computes in float64"
     error = float((rounded - exact).abs().max())
     return Expected(exact=exact, error=error, row=row, step=torch.finfo(dtype).eps)
@@ -177,6 +189,8 @@ class Trained(NamedTuple):
     parameters: dict[str, Expected]
     losses: Expected
     norms: Expected
+    twin: torch.nn.Module
+    """The model after training in float64."""
 
 
 class _Steps(NamedTuple):
@@ -207,10 +221,10 @@ def measured_training(
         batches: One for each step.
         max_norm: Gradients are clipped to this norm.
     """
-    exact, plain = (
-        _steps(each, make_optimizer, loss_of, batches, max_norm)
-        for each in (in_float64(model), model)
-    )
+    twin = in_float64(model)
+    with _Float64():
+        exact = _steps(twin, make_optimizer, loss_of, batches, max_norm)
+    plain = _steps(model, make_optimizer, loss_of, batches, max_norm)
     names = exact.gradients[0].keys()
     errors = {name: torch.zeros_like(tensor) for name, tensor in exact.parameters.items()}
     norm_errors = []
@@ -243,6 +257,7 @@ def measured_training(
             error=torch.tensor(norm_errors, dtype=torch.float64),
             row=NORMS,
         ),
+        twin=twin,
     )
 
 
@@ -263,7 +278,8 @@ def _steps(
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         steps.norms.append(float(norm))
         trained = {n: p for n, p in model.named_parameters() if p.grad is not None}
-        steps.gradients.append({name: each.grad.double() for name, each in trained.items()})
+        gradients = {n: p.grad for n, p in trained.items() if p.grad is not None}
+        steps.gradients.append({name: each.double() for name, each in gradients.items()})
         optimizer.step()
         steps.slopes.append({name: _slope(optimizer, each) for name, each in trained.items()})
         optimizer.zero_grad()

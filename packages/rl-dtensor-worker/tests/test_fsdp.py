@@ -3,7 +3,7 @@ import torch
 import training_ranks
 from oracle import load
 from tiny_model import build_tokenizer, make_batch, make_config
-from tolerances import LOGPROBS, assert_close, measured
+from tolerances import LOGPROBS, assert_close, expected_of
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 
@@ -13,7 +13,9 @@ def test_one_rank_may_run_alone_while_the_model_is_unsharded(pools, tiny_model):
         training_ranks.unsharded_forwards, config=make_config(tiny_model), batch=batch
     )
     assert all(outcome.same_shards and outcome.same_copies for outcome in outcomes)
-    expected = measured(lambda model: model(batch["input_ids"]).logits, load(tiny_model), LOGPROBS)
+    expected = expected_of(
+        lambda model: model(batch["input_ids"]).logits, load(tiny_model), LOGPROBS
+    )
     assert_close(outcomes[0].logits, expected)
     assert outcomes[1].logits is None
 

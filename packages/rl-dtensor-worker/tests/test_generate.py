@@ -5,7 +5,7 @@ from oracle import load, plain_logprobs
 from rank_pool import RankFailure
 from rl_interfaces.backend.generation import truncate_logits
 from tiny_model import EOS, PAD, build_tokenizer, make_batch, make_config
-from tolerances import LOGPROBS, assert_close, measured
+from tolerances import LOGPROBS, assert_close, expected_of
 
 
 def _config(model, **generation):
@@ -88,7 +88,7 @@ def test_truncated_logprobs_are_those_of_the_truncated_distribution(pools, tiny_
             kept = truncate_logits(logits, top_k=5, top_p=0.8).log_softmax(-1)
             return kept.gather(-1, tokens[0, length:, None]).squeeze(-1)
 
-        expected = measured(compute, model, LOGPROBS)
+        expected = expected_of(compute, model, LOGPROBS)
         assert torch.isfinite(expected.exact).all()
         assert_close(output["logprobs"][row, length:total], expected)
 

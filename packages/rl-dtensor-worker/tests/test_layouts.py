@@ -11,7 +11,7 @@ import torch
 from oracle import assert_trained_like, load, plain_logprobs, plain_training
 from test_parity import BATCHINGS, LAYOUTS, assert_equal_parameters, joined
 from tiny_model import make_batch, make_config
-from tolerances import LOGPROBS, REPEATED, assert_alike, assert_close, measured
+from tolerances import LOGPROBS, REPEATED, assert_alike, assert_close, expected_of
 from transformers import AutoModelForSequenceClassification
 
 
@@ -147,7 +147,7 @@ def test_the_largest_logits_are_those_of_plain_transformers(pools, qwen3, layout
     values, indices = joined(results, "topk_logits"), joined(results, "topk_indices")
     for row, length in enumerate(batch["input_lengths"].tolist()):
         tokens = batch["input_ids"][row : row + 1, :length]
-        logits = measured(lambda each, tokens=tokens: each(tokens).logits[0], model, LOGPROBS)
+        logits = expected_of(lambda each, tokens=tokens: each(tokens).logits[0], model, LOGPROBS)
         expected = logits.exact.topk(3).indices
         assert_close(values[row, :length], logits.gather(expected))
         assert torch.equal(indices[row, :length], expected)

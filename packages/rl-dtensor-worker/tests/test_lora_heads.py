@@ -11,7 +11,7 @@ from rank_pool import RankFailure
 from safetensors.torch import load_file
 from test_parity import assert_equal_parameters
 from tiny_model import make_batch, make_config
-from tolerances import LOGPROBS, assert_all_close, assert_close, measured, measured_training
+from tolerances import LOGPROBS, assert_all_close, assert_close, expected_of, measured_training
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 pytestmark = pytest.mark.needs("rl-dtensor-worker[lora]")
@@ -86,7 +86,7 @@ def config_of(base, adapters, head, layout, **lora):
 def test_judges_with_adapters_equal_plain_peft(pools, judges, tmp_path, head, layout):
     base, adapters = judges[head]
     model = with_peft(base, adapters, head)
-    before = measured(lambda each: scores_of(each, head), model, LOGPROBS)
+    before = expected_of(lambda each: scores_of(each, head), model, LOGPROBS)
 
     def loss_of(model, _):
         terms = (scores_of(model, head) - 1) ** 2

@@ -8,7 +8,7 @@ import torch
 import training_ranks
 from oracle import assert_trained_like, load
 from tiny_model import build_tiny_model, make_batch, make_config
-from tolerances import LOGPROBS, assert_close, measured, measured_training
+from tolerances import LOGPROBS, assert_close, expected_of, measured_training
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -65,7 +65,7 @@ def plain_values(path, head, batch):
         return values
 
     model = PLAIN[head][1].from_pretrained(path, dtype=torch.float32).eval()
-    return measured(compute, model, LOGPROBS)
+    return expected_of(compute, model, LOGPROBS)
 
 
 @pytest.mark.slow_beyond(3, every=5)
@@ -92,7 +92,9 @@ def test_topk_logits_are_those_of_plain_transformers(
     model = load(tiny_model)
     for row, length in enumerate(batch["input_lengths"].tolist()):
         tokens = batch["input_ids"][row : row + 1, :length]
-        logits = measured(lambda each, tokens=tokens: each(tokens).logits[0] / 0.7, model, LOGPROBS)
+        logits = expected_of(
+            lambda each, tokens=tokens: each(tokens).logits[0] / 0.7, model, LOGPROBS
+        )
         indices = logits.exact.topk(3).indices
         assert_close(found["topk_logits"][row, :length], logits.gather(indices))
         assert torch.equal(found["topk_indices"][row, :length], indices)

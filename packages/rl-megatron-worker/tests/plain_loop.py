@@ -8,8 +8,8 @@ from tolerances import (
     NORMS,
     PARAMETERS,
     Expected,
+    expected_of,
     in_float64,
-    measured,
     measured_training,
 )
 from transformers import AutoModelForCausalLM
@@ -38,7 +38,7 @@ def plain_logprobs(model, batch, *, temperature=1.0, dtype=torch.float32):
             out[row, 1:length] = chosen.squeeze(-1)
         return out
 
-    return measured(compute, model, LOGPROBS, dtype=dtype)
+    return expected_of(compute, model, LOGPROBS, dtype=dtype)
 
 
 def _is_token(rows):

@@ -6,7 +6,7 @@ import torch
 from plain_loop import load
 from safetensors.torch import load_file, save_file
 from tiny_models import KINDS, VOCAB_SIZE, build_tiny
-from tolerances import LOGPROBS, assert_close, measured
+from tolerances import LOGPROBS, assert_close, expected_of
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -115,7 +115,7 @@ def test_logits_are_those_of_transformers(pools, tmp_path, variant):
     ((*found,),) = pools(1).run(convert_ranks.logits, path=path, sequences=sequences)
     model = load(path)
     for tokens, logits in zip(sequences, found, strict=True):
-        expected = measured(
+        expected = expected_of(
             lambda each, tokens=tokens: each(input_ids=tokens[None]).logits[0], model, LOGPROBS
         )
         assert expected.exact.abs().max() > 0.3

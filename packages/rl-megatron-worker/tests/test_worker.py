@@ -11,7 +11,7 @@ from plain_loop import (
     plain_training,
 )
 from tiny_models import build_tiny
-from tolerances import LOGPROBS, assert_close, measured
+from tolerances import LOGPROBS, assert_close, expected_of
 from worker_ranks import (
     embeddings_with_noise,
     environment_of,
@@ -209,7 +209,9 @@ def test_the_largest_logits_are_those_of_transformers(pools, model, layout):
     plain_model = load(model)
     for row, length in enumerate(batch["input_lengths"].tolist()):
         tokens = batch["input_ids"][row : row + 1, :length]
-        logits = measured(lambda each, tokens=tokens: each(tokens).logits[0], plain_model, LOGPROBS)
+        logits = expected_of(
+            lambda each, tokens=tokens: each(tokens).logits[0], plain_model, LOGPROBS
+        )
         indices = logits.exact.topk(4).indices
         assert_close(found["topk_logits"][row, :length], logits.gather(indices))
         assert torch.equal(found["topk_indices"][row, :length], indices)
