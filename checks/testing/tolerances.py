@@ -51,12 +51,14 @@ ELEMENTWISE = 16 * STEP
 FLOAT64 = 2**16 * torch.finfo(torch.float64).eps
 """Absolute, of two computations in float64 of values of about 1: no processor comes near, and what
 is computed in float32 on the way is 10^4 times off."""
-KL = 1e-5
-"""Absolute, where a policy and its reference are the same model in two layouts: twice a row of
-`LOGPROBS` at 4, as an estimate of the divergence is of their difference."""
 REPEATED = 32 * STEP
 """Relative to the largest value: two of our own layouts or ways of batching, whose every result is
 about two steps off, through two layers and the reductions of `SUMS`."""
+KL = 4 * REPEATED
+"""Absolute: the estimated divergence of a policy from its reference, the same model in another
+layout, of log-probabilities of about 4."""
+ENGINE = 30 * REPEATED
+"""Absolute: vLLM's kernels in float32, of log-probabilities of up to 30."""
 
 
 class _Float64(TorchFunctionMode):
