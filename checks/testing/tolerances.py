@@ -191,8 +191,6 @@ class Trained(NamedTuple):
     parameters: dict[str, Expected]
     losses: Expected
     norms: Expected
-    twin: torch.nn.Module
-    """The model after training in float64."""
 
 
 class _Steps(NamedTuple):
@@ -213,6 +211,7 @@ def measured_training(
     batches: Sequence[Any],
     *,
     max_norm: float = 1.0,
+    twin: torch.nn.Module | None = None,
 ) -> Trained:
     """Train a model, and a copy in float64; return what float64 gives, with float32's errors.
 
@@ -222,8 +221,9 @@ def measured_training(
         loss_of: Returns the loss of a model and a batch, and the terms that it is a mean of.
         batches: One for each step.
         max_norm: Gradients are clipped to this norm.
+        twin: The copy, for callers that use it after it is trained.
     """
-    twin = in_float64(model)
+    twin = twin or in_float64(model)
     with _Float64():
         exact = _steps(twin, make_optimizer, loss_of, batches, max_norm)
     plain = _steps(model, make_optimizer, loss_of, batches, max_norm)
@@ -259,7 +259,6 @@ def measured_training(
             error=torch.tensor(norm_errors, dtype=torch.float64),
             row=NORMS,
         ),
-        twin=twin,
     )
 
 

@@ -1,7 +1,19 @@
 """What a model and an optimizer give for a batch in one process, without a policy."""
 
+from typing import NamedTuple
+
 import torch
-from tolerances import LOGPROBS, expected_of, measured_training
+from tolerances import LOGPROBS, Expected, expected_of, in_float64, measured_training
+
+
+class PlainRun(NamedTuple):
+    """What training gives in float64, and how far float32 may be off."""
+
+    parameters: dict[str, Expected]
+    losses: Expected
+    norms: Expected
+    twin: torch.nn.Module
+    """The model after training in float64."""
 
 
 def plain_logprobs(model, data):
@@ -35,7 +47,7 @@ def mean_loss(logprobs, rows):
 def train_plainly(
     model, make_optimizer, data, *, gbs=4, num_calls=1, max_norm=float("inf"), loss=mean_loss
 ):
-    """Change `model` by a step per `gbs` rows; return what `tolerances.measured_training` does."""
+    """Change `model` by a step per `gbs` rows; see `tolerances.measured_training`."""
     starts = range(0, data.size, gbs)
     batches = [data.slice(start, min(start + gbs, data.size)) for start in starts]
 
@@ -45,4 +57,7 @@ def train_plainly(
         terms = logprobs if loss is mean_loss else logprobs.sum(-1)
         return loss(logprobs, rows), terms
 
-    return measured_training(model, make_optimizer, loss_of, batches * num_calls, max_norm=max_norm)
+    twin = in_float64(model)
+    options = {"max_norm": max_norm, "twin": twin}
+    trained = measured_training(model, make_optimizer, loss_of, batches * num_calls, **options)
+    return PlainRun(*trained, twin)
