@@ -39,9 +39,10 @@ LOSSES = Row(2, 4)
 # By the triangle inequality a norm is at most as wrong as the norm of its vector's error. The
 # floor is that of `SUMS`.
 NORMS = Row(1, 16)
-# The error is that of gradients, amplified by AdamW: see `_slope`. Each step rounds the weight
-# itself, by half a step.
-PARAMETERS = Row(4, 4)
+# The error is that of gradients, amplified by AdamW: see `_slope`. The floor counts for each
+# optimizer step, which rounds the weight as it decays and as it moves: by up to half a float32 step
+# each, and by twice that where kernels round a product of the two in between.
+PARAMETERS = Row(4, 2)
 
 SUMS = 16 * STEP
 """Relative: a sum of up to 2^16 terms in two orders. torch adds by halves: log2(n) roundings."""
@@ -228,6 +229,7 @@ def measured_training(
         exact = _steps(twin, make_optimizer, loss_of, batches, max_norm)
     plain = _steps(model, make_optimizer, loss_of, batches, max_norm)
     names = exact.gradients[0].keys()
+    of_weights = PARAMETERS._replace(floor=PARAMETERS.floor * len(batches))
     errors = {name: torch.zeros_like(tensor) for name, tensor in exact.parameters.items()}
     norm_errors = []
     for step, gradients in enumerate(exact.gradients):
@@ -246,7 +248,7 @@ def measured_training(
     ]
     return Trained(
         parameters={
-            name: Expected(exact=tensor, error=errors[name], row=PARAMETERS)
+            name: Expected(exact=tensor, error=errors[name], row=of_weights)
             for name, tensor in exact.parameters.items()
         },
         losses=Expected(
