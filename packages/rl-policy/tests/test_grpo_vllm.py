@@ -7,6 +7,7 @@ import pytest
 import yaml
 from rl_policy.cli import build_app
 from rl_policy.run.metrics import read_metrics
+from tolerances import ENGINE
 from typer.testing import CliRunner
 
 pytestmark = [
@@ -16,8 +17,7 @@ pytestmark = [
     pytest.mark.needs("rl-policy[all]"),
 ]
 
-# float32 on two implementations; 1e-5 is what is seen.
-MISMATCH = 1e-4
+MISMATCH = ENGINE
 PHASES = ("pause", "join", "gather", "pack", "wire", "load", "verify", "resume")
 CONFIG = {
     "cluster": {"bundle_ct_per_node_list": [2]},

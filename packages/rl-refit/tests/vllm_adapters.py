@@ -27,6 +27,7 @@ from rl_refit.vllm import (
     start_adapters,
 )
 from rl_refit.vllm import refit as receive_on_workers
+from tolerances import ENGINE
 from vllm.lora.request import LoRARequest
 from vllm_refits import (
     OTHER,
@@ -38,8 +39,7 @@ from vllm_refits import (
     wait_until_staged,
 )
 
-# float32 on two implementations, one of which adds the product of two factors to its sums.
-SAME = 1e-4
+SAME = ENGINE
 RANK, SCALE = 8, 5 / 3
 REQUEST = LoRARequest("policy", ADAPTER_ID, "refit")
 

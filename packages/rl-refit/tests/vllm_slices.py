@@ -20,10 +20,11 @@ from rl_refit.errors import PoisonedError, VerificationError
 from rl_refit.resharding import ReshardSender, local_shards
 from rl_refit.vllm import flip, init_info, is_staged, on_workers, require_ready, stage
 from rl_refit.vllm import refit as receive_on_workers
+from tolerances import ENGINE
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
-SAME = 1e-5  # float32 on two implementations; 1e-6 is what is seen
+SAME = ENGINE
 OTHER = 1e-2
 NUM_TRAINERS = 2
 LIMIT_S = 60.0
