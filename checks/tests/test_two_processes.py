@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 TESTS = """
@@ -33,13 +34,13 @@ def run(folder, *arguments):
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=PATIENCE_S)
     except subprocess.TimeoutExpired:
         # Processes that start processes may have started others between two signals. The first of
         # the group is waited for last, so that its number is not another's.
         for _ in range(100):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=10)
+        process.wait(timeout=PATIENCE_S)
         raise
     return process.returncode, output
 

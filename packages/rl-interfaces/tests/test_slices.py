@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from patience import PATIENCE_S
 from rl_interfaces.backend.transfer import LayeredSource, WeightTransfer
 from rl_refit import RefitReceiver
 from rl_refit.resharding import Box, SliceReceiver, Want, local_shards
@@ -40,7 +41,7 @@ def test_slices_go_to_those_alone_that_are_named(transfer):
             receiver.receive, 1, lambda tensors: slices.receive(tensors, 1, wanted)
         )
         metrics = transfer.send(1, receivers=[1])
-        received.result(timeout=5)
+        received.result(timeout=PATIENCE_S)
     assert place.tolist() == [[2.0, 3.0]]
     assert (metrics["refit_bytes_sent"], metrics["refit_bytes"]) == (8, 16)
 

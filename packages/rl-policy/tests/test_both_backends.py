@@ -4,7 +4,7 @@ import pytest
 import torch
 from backend_runs import TOLERANCE, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.needs("rl-policy[all]")]
+pytestmark = [pytest.mark.slow, pytest.mark.needs("rl-policy[all]")]
 
 
 @pytest.fixture(scope="module")

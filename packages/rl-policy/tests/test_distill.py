@@ -16,7 +16,7 @@ from rl_policy.run.metrics import read_metrics
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("rl-policy[dtensor]")]
+pytestmark = [pytest.mark.needs("rl-policy[dtensor]")]
 
 SETTINGS = [
     "distill.eval_every=4",

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import ray
 import torch
+from patience import PATIENCE_S
 from plain_backend import PairModel
 from plain_loop import plain_logprobs, train_plainly
 from rl_batched_data import BatchedDataDict
@@ -29,8 +30,6 @@ from rl_policy.ray.failures import WorkerGroupError
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
-
-pytestmark = pytest.mark.timeout(240)
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "plain-backend"
 VOCABULARY = 16
@@ -80,7 +79,7 @@ def config(tmp_path_factory):
             "max_total_sequence_length": 8,
             "optimizer": {"name": "torch.optim.AdamW", "kwargs": OPTIMIZER},
             "generation": {"backend": "hf", "max_new_tokens": 2, "pad_token_id": 15},
-            "timeout_s": 60,
+            "timeout_s": PATIENCE_S,
             "stranger_cfg": {"enabled": True, "tp": 1},
             **changes,
         }
@@ -126,7 +125,9 @@ def train_by_loop(data, gbs):
 
 def test_the_example_passes_the_conformance_kit():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
-    result = subprocess.run(command, cwd=EXAMPLE, capture_output=True, text=True, timeout=200)
+    result = subprocess.run(
+        command, cwd=EXAMPLE, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert result.returncode == 0, result.stdout
     (counts,) = re.findall(r"TestPlainBackend: (\d+) passed, (\d+) skipped$", result.stdout, re.M)
     passed, skipped = map(int, counts)

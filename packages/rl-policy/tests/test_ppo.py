@@ -20,7 +20,7 @@ from rl_policy.run.metrics import read_metrics
 from rl_policy.run.samples import read_samples
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("rl-policy[dtensor]")]
+pytestmark = [pytest.mark.needs("rl-policy[dtensor]")]
 
 BUDGETS = {"enabled": True, "train_mb_tokens": 24, "logprob_mb_tokens": 24}
 PACKED = {**BUDGETS, "algorithm": "modified_first_fit_decreasing"}

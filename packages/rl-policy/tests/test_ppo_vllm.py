@@ -8,7 +8,6 @@ from rl_policy.run.metrics import read_metrics
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
-    pytest.mark.timeout(900),
     pytest.mark.needs("rl-policy[all]"),
 ]
 

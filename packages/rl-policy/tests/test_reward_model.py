@@ -12,7 +12,7 @@ from rl_policy.run.metrics import read_metrics
 from rl_policy.trainers import RewardTrainer
 from transformers import AutoModelForSequenceClassification
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.needs("rl-policy[dtensor]")]
+pytestmark = [pytest.mark.needs("rl-policy[dtensor]")]
 
 SETTINGS = {
     "rm.steps": 6,

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 from rl_refit import AuthenticationError, RefitError
 from rl_refit.private_directory import PrivateDirectory
 from rl_refit.protocol import endpoint as endpoint_module
@@ -123,7 +124,7 @@ def repeated(attack, endpoint):
             yield completed
         finally:
             ended.set()
-            running.result(10)
+            running.result(PATIENCE_S)
 
 
 @contextmanager
@@ -152,7 +153,7 @@ def crowd_around(address, count):
         resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
         sockets = []
         for _ in range(count):
-            sockets.append(dial(address, Deadline(60)))
+            sockets.append(dial(address, Deadline(PATIENCE_S)))
             os.write(write, b"+")
         time.sleep(60)
 
@@ -192,20 +193,20 @@ def test_pending_connections_are_bounded_and_a_receiver_gets_through():
 
     def knock(write):
         resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
-        sockets = [dial(endpoint.address, Deadline(20)) for _ in range(1000)]
+        sockets = [dial(endpoint.address, Deadline(PATIENCE_S)) for _ in range(1000)]
         held = len(os.listdir(f"/proc/{server}/fd")) - before
         # The first was closed after its nonce, to make room.
         sockets[0].settimeout(5)
         while sockets[0].recv(100):
             pass
-        sockets.append(dial(endpoint.address, Deadline(20)))
-        connect(sockets[-1], token=TOKEN, rank=0, deadline=Deadline(20))
+        sockets.append(dial(endpoint.address, Deadline(PATIENCE_S)))
+        connect(sockets[-1], token=TOKEN, rank=0, deadline=Deadline(PATIENCE_S))
         os.write(write, struct.pack("!I", held))
         time.sleep(60)
 
     try:
         with process(knock) as read:
-            served = endpoint.accept(1, deadline=Deadline(40))
+            served = endpoint.accept(1, deadline=Deadline(PATIENCE_S))
             assert list(served) == [0]
             (held,) = struct.unpack("!I", os.read(read, 4))
             served[0].close()
@@ -236,15 +237,15 @@ def test_a_recorded_handshake_is_of_no_use():
 
         def be_a_receiver():
             address = f"tcp:127.0.0.1:{proxy.getsockname()[1]}"
-            sock = dial(address, Deadline(5))
-            connect(sock, token=TOKEN, rank=0, deadline=Deadline(5)).close()
+            sock = dial(address, Deadline(PATIENCE_S))
+            connect(sock, token=TOKEN, rank=0, deadline=Deadline(PATIENCE_S)).close()
 
         threads = [threading.Thread(target=run, daemon=True) for run in (record, be_a_receiver)]
         for thread in threads:
             thread.start()
-        endpoint.accept(1, deadline=Deadline(5))[0].close()
+        endpoint.accept(1, deadline=Deadline(PATIENCE_S))[0].close()
         for thread in threads:
-            thread.join(5)
+            thread.join(PATIENCE_S)
         assert len(recorded) == REPLY_BYTES
 
         replay = stack.enter_context(socket.create_connection((host, int(port)), 5))
@@ -282,10 +283,10 @@ def test_a_receiver_gets_through_where_silent_connections_hold_all_descriptors()
     endpoint = Endpoint(host="127.0.0.1", token=TOKEN)
 
     def knock(write):
-        sockets = [dial(endpoint.address, Deadline(5)) for _ in range(60)]
+        sockets = [dial(endpoint.address, Deadline(PATIENCE_S)) for _ in range(60)]
         os.write(write, b"+")
-        sockets.append(dial(endpoint.address, Deadline(5)))
-        connect(sockets[-1], token=TOKEN, rank=0, deadline=Deadline(20))
+        sockets.append(dial(endpoint.address, Deadline(PATIENCE_S)))
+        connect(sockets[-1], token=TOKEN, rank=0, deadline=Deadline(PATIENCE_S))
         os.write(write, b"+")
         time.sleep(60)
 
@@ -293,7 +294,7 @@ def test_a_receiver_gets_through_where_silent_connections_hold_all_descriptors()
         with process(knock) as read:
             assert os.read(read, 1)
             with descriptors_left(8):
-                served = endpoint.accept(1, deadline=Deadline(20))
+                served = endpoint.accept(1, deadline=Deadline(PATIENCE_S))
             assert list(served) == [0]
             served[0].close()
             assert os.read(read, 1)
@@ -331,13 +332,15 @@ def test_a_reply_that_has_arrived_is_read_before_a_new_connection_takes_its_plac
         first = dial(endpoint.address, Deadline(1))
         with dial(endpoint.address, Deadline(1)), ThreadPoolExecutor(1) as pool:
             assert endpoint.admit() == {}
-            shaking = pool.submit(connect, first, token=TOKEN, rank=0, deadline=Deadline(5))
+            shaking = pool.submit(
+                connect, first, token=TOKEN, rank=0, deadline=Deadline(PATIENCE_S)
+            )
             (served,) = endpoint._pending._pending
             assert select.select([served], [], [], 5)[0]
             admitted = endpoint.admit()
             assert list(admitted) == [0]
             admitted[0].close()
-            shaking.result(5).close()
+            shaking.result(PATIENCE_S).close()
     finally:
         endpoint.close()
 
@@ -351,9 +354,9 @@ def test_a_fork_that_closes_takes_nothing_from_its_parent():
         with process(lambda write: (endpoint.close(), os.write(write, b"+"))) as closed:
             assert os.read(closed, 1)
         with ThreadPoolExecutor(1) as pool:
-            shaking = pool.submit(connect, sock, token=TOKEN, rank=0, deadline=Deadline(5))
-            endpoint.accept(1, deadline=Deadline(5))[0].close()
-            shaking.result(5).close()
+            shaking = pool.submit(connect, sock, token=TOKEN, rank=0, deadline=Deadline(PATIENCE_S))
+            endpoint.accept(1, deadline=Deadline(PATIENCE_S))[0].close()
+            shaking.result(PATIENCE_S).close()
     finally:
         endpoint.close()
 
@@ -389,7 +392,7 @@ def test_another_user_is_kept_out_by_the_directory_and_by_its_credentials():
             reading = pool.submit(_as_another_user, path)
             with pytest.raises(RefitError, match="of 1 receivers"):
                 endpoint.accept(1, deadline=Deadline(1))
-            assert reading.result(10) == "nothing"
+            assert reading.result(PATIENCE_S) == "nothing"
     finally:
         endpoint.close()
 

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from patience import PATIENCE_S
 from rl_refit.bench.__main__ import main
 from rl_refit.bench.picture import timeline
 from rl_refit.report import RefitReport, Span
@@ -56,9 +57,9 @@ def test_ends_apart(tmp_path):
             time.sleep(0.05)
         assert stat.S_IMODE(os.stat(file).st_mode) == 0o600
         received = subprocess.run(
-            [*command, "receive", str(file)], stdout=subprocess.PIPE, text=True, timeout=60
+            [*command, "receive", str(file)], stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S
         )
-        printed, _ = sender.communicate(timeout=60)
+        printed, _ = sender.communicate(timeout=PATIENCE_S)
     finally:
         sender.kill()
     assert (sender.returncode, received.returncode) == (0, 0)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec import msgpack
+from patience import PATIENCE_S
 from rl_refit import AuthenticationError, RefitError, RefitPlan, RefitTimeoutError
 from rl_refit.private_directory import remove_abandoned
 from rl_refit.protocol import endpoint as endpoint_module
@@ -156,7 +157,9 @@ def test_a_reply_that_has_arrived_is_in_time_although_nobody_is_missing(endpoint
     newcomer = dial(endpoint.address, Deadline(1))
     endpoint.admit()  # which sends it the nonce
     with ThreadPoolExecutor() as threads:
-        reply = threads.submit(connect, newcomer, token=TOKEN, rank=7, deadline=Deadline(5))
+        reply = threads.submit(
+            connect, newcomer, token=TOKEN, rank=7, deadline=Deadline(PATIENCE_S)
+        )
         time.sleep(1.1 * endpoint_module._REPLY_WITHIN_S)
         channels = endpoint.accept(1, deadline=Deadline(1), present=served)
         assert sorted(channels) == [0, 7]

@@ -4,13 +4,14 @@ import signal
 
 import pytest
 from pair_apart import PairApart
+from patience import PATIENCE_S
 from refit_pairs import Engine as ThreadEngine
 from refit_pairs import make_sender, must, outcomes, refit, same, some_tensors
 from rl_refit import RefitError, RefitReport, RefitSender
 from rl_refit.ends.membership import Membership
 from rl_refit.testing.pair import Engine, World
 
-pytestmark = [pytest.mark.needs("rl-refit[testing]"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.needs("rl-refit[testing]")]
 
 VICTIM, OTHERS = 1, (0, 2)
 STAGES = ["between two refits", "in its first bucket", "in its last bucket", "before the commit"]
@@ -166,7 +167,7 @@ def test_without_receivers_of_its_own_a_sender_takes_part_in_the_gathers():
                 read.append(name)
                 yield name, tensor
 
-    with RefitSender(Source(), "shm", 2, timeout_s=20.0) as sender:
+    with RefitSender(Source(), "shm", 2, timeout_s=PATIENCE_S) as sender:
         assert isinstance(sender.send(1, receivers=[]), RefitReport)
         sender.commit(1)
     assert read == list(some_tensors())

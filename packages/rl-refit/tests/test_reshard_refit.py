@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import slice_pairs
 import torch
-from refit_pairs import LIMIT_S
+from patience import PATIENCE_S
 from rl_refit import PoisonedError, RefitError, RefitSender, TensorSource
 from rl_refit.errors import VerificationError
 from rl_refit.resharding import Box, Shard
@@ -119,7 +119,7 @@ def test_shards_that_are_other_than_before_are_refused(trainer, engines):
     trainer.sender._shards = lambda: {"w": Shard(SHAPE, Box((0, 0), (3, 5)), torch.zeros(3, 5))}
     start = time.monotonic()
     assert "w: this rank held" in str(refit(trainer, engines, 2)[0])
-    assert time.monotonic() - start < LIMIT_S / 2, "the engines have waited for their limit"
+    assert time.monotonic() - start < PATIENCE_S / 2, "the engines have waited for their limit"
     # In a new exchange nobody holds the rest.
     assert "of which the senders hold" in str(refit(trainer, engines, 2)[0])
 
@@ -136,7 +136,7 @@ def test_an_engine_that_cannot_take_slices_is_not_waited_for(trainer, engines, w
     start = time.monotonic()
     for error in refit(trainer, engines, 1)[::2]:
         assert "takes no slices" in str(error)
-    assert time.monotonic() - start < LIMIT_S / 2
+    assert time.monotonic() - start < PATIENCE_S / 2
 
 
 def test_a_sender_of_tensors_is_no_sender_of_slices():

@@ -6,6 +6,7 @@ import pytest
 import resharding_ranks
 import torch
 import torch.multiprocessing as mp
+from patience import PATIENCE_S
 
 
 def run(tmp_path, world, *, fails=False, **case):
@@ -26,7 +27,7 @@ def run(tmp_path, world, *, fails=False, **case):
     gc.unfreeze()
     if fails:
         for process in context.processes:
-            process.join(60)
+            process.join(PATIENCE_S)
             assert process.exitcode is not None
     seen = []
     for rank in range(world):

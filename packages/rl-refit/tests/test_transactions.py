@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from refit_pairs import LIMIT_S, Engine, make_sender, must, outcomes, refit, same, some_tensors
+from patience import PATIENCE_S
+from refit_pairs import Engine, make_sender, must, outcomes, refit, same, some_tensors
 from rl_refit import (
     PlanMismatchError,
     PoisonedError,
@@ -347,11 +348,11 @@ def test_who_knocks_without_the_token_disturbs_no_refit(tensors, transport, monk
         waits = counted(monkeypatch, Receivers, "wait_ready")
 
         def knock_and_receive():
-            assert answers.acquire(timeout=LIMIT_S)
-            stranger = dial(sender.address["endpoint"], Deadline(LIMIT_S))
+            assert answers.acquire(timeout=PATIENCE_S)
+            stranger = dial(sender.address["endpoint"], Deadline(PATIENCE_S))
             assert stranger.recv(len(MAGIC) + NONCE_BYTES, socket.MSG_WAITALL)
             stranger.close()
-            assert all(waits.acquire(timeout=LIMIT_S) for _ in ("before", "after"))
+            assert all(waits.acquire(timeout=PATIENCE_S) for _ in ("before", "after"))
             return engines[1].refit(2)
 
         must(outcomes(lambda: sender.send(2), lambda: engines[0].refit(2), knock_and_receive))
@@ -366,7 +367,7 @@ def test_a_load_that_takes_too_long_is_named(tensors):
         engine = Engine(sender.address)
 
         def load(pairs):
-            release.wait(5)
+            release.wait(PATIENCE_S)
 
         engine.load = load
         receiving = threading.Thread(target=outcomes, args=(lambda: engine.refit(1),))
@@ -380,7 +381,7 @@ def test_a_load_that_takes_too_long_is_named(tensors):
 
 
 def test_a_receiver_that_fails_while_the_group_is_made_is_not_waited_for(tensors, monkeypatch):
-    limits = {"timeout_s": 120.0}
+    limits = {"timeout_s": PATIENCE_S}
     original = collective._CollectiveReceiver.join
 
     def join(side, deadline):

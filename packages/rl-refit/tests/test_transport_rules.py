@@ -148,14 +148,12 @@ def test_a_digest_without_positions_does_not_find_swapped_rows(monkeypatch):
     assert found == {"swapped_rows_are_detected"}
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("rule", rule_names(["kills"]))
 def test_what_a_killed_process_leaves_is_found(rule):
     with pytest.raises(AssertionError, match="left files"):
         check_rule(rule, broken.LeavesFiles(), num_cases=1)
 
 
-@pytest.mark.timeout(120)
 def test_a_killed_sender_that_takes_the_served_version_with_it_is_found():
     with pytest.raises(AssertionError, match="ready ended with PoisonedError"):
         check_rule(
@@ -165,7 +163,6 @@ def test_a_killed_sender_that_takes_the_served_version_with_it_is_found():
         )
 
 
-@pytest.mark.timeout(120)
 def test_a_sender_that_waits_for_a_killed_receiver_is_found():
     with pytest.raises(AssertionError, match="the sender ended with RefitError"):
         check_rule("others_commit_without_a_killed_receiver", broken.WaitsForAll(), num_cases=10)
@@ -175,7 +172,6 @@ def test_a_sender_that_waits_for_a_killed_receiver_is_found():
 FAILING = [rule for rule in rule_names(["kills"]) if "commit_without" not in rule]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("rule", FAILING)
 @pytest.mark.parametrize(
     ("pair", "patience_s", "message"),

@@ -40,7 +40,7 @@ AVOID_S = 10.0
 ALIVE_S = 0.25
 """Between two frames of a server that has to wait."""
 
-_HANDSHAKE_S = 5.0
+_HANDSHAKE_S = 30.0
 _CLOSE_S = 2.0
 _NO_ROOM_PAUSE_S = 0.01
 _SENDER = -1
