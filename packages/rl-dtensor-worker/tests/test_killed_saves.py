@@ -7,7 +7,7 @@ import time
 
 import pytest
 import save_until_killed
-from patience import PATIENCE_S
+from patience import PATIENCE_S, wait_until
 from rank_pool import rank_context
 from rl_interfaces.backend.runtime import ReservedPort
 from tiny_model import make_config
@@ -48,9 +48,7 @@ def lines_of(directory):
 def wait_for(directory, text):
     """Return the seconds until rank 0 logged `text`."""
     begin = time.monotonic()
-    while text not in lines_of(directory):
-        assert time.monotonic() - begin < PATIENCE_S, (text, lines_of(directory))
-        time.sleep(0.001)
+    wait_until(lambda: text in lines_of(directory), what=f"the line {text!r}")
     return time.monotonic() - begin
 
 

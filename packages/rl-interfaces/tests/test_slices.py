@@ -22,7 +22,7 @@ def transfer(monkeypatch):
     source = TensorSource(tensors)
     source.shards = lambda: local_shards(tensors)
     device = torch.device("cpu")
-    transfer = WeightTransfer(source, rank=0, device=device, device_id="cpu", timeout_s=5.0)
+    transfer = WeightTransfer(source, rank=0, device=device, device_id="cpu", timeout_s=PATIENCE_S)
     yield transfer
     transfer.close()
 
@@ -32,8 +32,8 @@ def test_slices_go_to_those_alone_that_are_named(transfer):
     place = torch.zeros(1, 2)
     wanted = [Want("weight", (2, 2), Box((1, 0), (1, 2)), place)]
     with (
-        RefitReceiver(address, 1, timeout_s=5.0) as receiver,
-        SliceReceiver(1, timeout_s=5.0) as slices,
+        RefitReceiver(address, 1, timeout_s=PATIENCE_S) as receiver,
+        SliceReceiver(1, timeout_s=PATIENCE_S) as slices,
         ThreadPoolExecutor() as threads,
     ):
         receiver.begin(1)

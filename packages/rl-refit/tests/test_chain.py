@@ -8,7 +8,7 @@ import time
 import msgspec
 import pytest
 import torch
-from patience import PATIENCE_S
+from patience import PATIENCE_S, wait_until
 from rl_refit.protocol.waiting import Deadline
 from rl_refit.testing.pair import RefitPair, World, some_tensors
 from rl_refit.transports import ReceiverContext, SenderContext, chain, frames, relay
@@ -86,19 +86,12 @@ def chain_of():
 
 def assert_served(members, expected):
     # A sender counts what it has sent, which may have arrived before.
-    wait_until(lambda: members.served() == expected)
+    wait_until(lambda: members.served() == expected, what="what was served")
 
 
 def ask(sock, request):
     frames.send_frame(sock, msgspec.msgpack.encode(request))
     frames.receive_exactly(sock, 1)
-
-
-def wait_until(condition):
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def test_the_sender_sends_each_byte_once_and_no_receiver_sends_it_twice(chain_of):

@@ -78,7 +78,8 @@ def test_others_commit_and_a_new_engine_catches_up_whenever_one_dies(transport, 
 
 
 @pytest.mark.parametrize(
-    ("transport", "limit_s"), [("shm", 1.0), ("golden", 1.0), ("chain", SILENCE_IN_CHAIN_S)]
+    ("transport", "limit_s"),
+    [("shm", SILENCE_S), ("golden", SILENCE_S), ("chain", SILENCE_IN_CHAIN_S)],
 )
 def test_a_stopped_process_learns_that_it_is_behind(transport, limit_s):
     with world_of(transport, some_tensors(), receiver_timeout_s=limit_s) as world:

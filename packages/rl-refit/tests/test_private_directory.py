@@ -19,7 +19,7 @@ from rl_refit.private_directory import PrivateDirectory
 directory = PrivateDirectory(sys.argv[1])
 (directory.path / "kept").write_text("something")
 print(directory.path, flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 
 

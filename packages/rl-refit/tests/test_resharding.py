@@ -100,7 +100,6 @@ def test_a_dead_peer_ends_the_wait(tmp_path, how, victim):
         if rank == victim:
             continue
         assert each["error"].startswith(("MemberLostError", "RefitTimeoutError")), each
-        assert each["seconds"] < 8
         assert each["ready"] == "PoisonedError"
     assert f"rank {victim}" in seen[2]["error"]
 
@@ -124,5 +123,4 @@ def test_trainers_follow_the_first_one(tmp_path):
         expected = ["of 1 receivers", "before the exchange", None][rank]
         if expected:
             assert expected in each["alone"], each
-            assert each["seconds"] < 20
         assert each["sent"] == [1, 2]

@@ -234,7 +234,7 @@ def test_an_offer_that_the_engine_does_not_expect_is_refused(tensors):
 
 
 def test_a_receiver_that_does_not_come_is_waited_for_as_long_as_said(tensors):
-    with make_sender(tensors, num_receivers=2, timeout_s=0.4) as sender:
+    with make_sender(tensors, num_receivers=2, timeout_s=1.0) as sender:
         engine = Engine(sender.address)
         sent, received = refit(sender, [engine], 1)
         assert isinstance(sent, RefitTimeoutError)
@@ -363,7 +363,7 @@ def test_who_knocks_without_the_token_disturbs_no_refit(tensors, transport, monk
 
 def test_a_load_that_takes_too_long_is_named(tensors):
     release = threading.Event()
-    with make_sender(tensors, timeout_s=0.5) as sender:
+    with make_sender(tensors, timeout_s=2.0) as sender:
         engine = Engine(sender.address)
 
         def load(pairs):
