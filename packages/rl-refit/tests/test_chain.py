@@ -111,7 +111,7 @@ def test_a_refit_sends_the_model_once_however_many_receive_it(num_receivers):
             world.good_refit(version)
             side = world.sender._connections.side
             expected = version * sum(each.nbytes for each in world.sender.plan.buckets)
-            wait_until(lambda s=side, e=expected: s.bytes_served == e)
+            wait_until(lambda s=side, e=expected: s.bytes_served == e, what="served bytes")
 
 
 def test_what_has_arrived_is_passed_on_before_the_rest_is_there(chain_of):
