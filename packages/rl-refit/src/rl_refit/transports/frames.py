@@ -12,7 +12,7 @@ Address = tuple[str, int]
 
 KEY_BYTES = 32
 
-_HANDSHAKE_S = 30.0
+_HANDSHAKE_S = 5.0
 _MOST_REQUEST_BYTES = 4096
 _MOST_FRAME_BYTES = 1 << 30
 _LENGTH = struct.Struct("!I")

@@ -40,7 +40,7 @@ AVOID_S = 10.0
 ALIVE_S = 0.25
 """Between two frames of a server that has to wait."""
 
-_HANDSHAKE_S = 30.0
+_HANDSHAKE_S = 5.0
 _CLOSE_S = 2.0
 _NO_ROOM_PAUSE_S = 0.01
 _SENDER = -1
@@ -283,7 +283,7 @@ class Upstream(Closing):
         Raises:
             RefitError: The sender is gone.
         """
-        limit_s = min(_HANDSHAKE_S, deadline.remaining("answer of the head of the chain"))
+        limit_s = deadline.remaining("answer of the head of the chain")
         try:
             with frames.connect((self._grant.host, self._grant.port), self._key, limit_s) as sock:
                 frames.send_frame(sock, msgspec.msgpack.encode(request))
