@@ -42,7 +42,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Give each process of tests a Ray of its own, as several run side by side."""
+    """Give each process of tests its own Ray, as several run in parallel, and a file of stacks."""
+    import stacks
+
+    stacks.open_file()
     if "RAY_TMPDIR" not in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
         # Short, as sockets lie below it. It goes with the process.
         directory = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
@@ -59,6 +62,17 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+# An environment may lack pytest-timeout.
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item) -> Generator[None, object, object]:
+    """Report the stacks of all processes of a test that takes too long."""
+    import stacks
+
+    started = yield
+    stacks.on_timeout(item)
+    return started
 
 
 # Around pytest's own, which reads `-m`.

@@ -6,6 +6,7 @@ import pytest
 import scoring_ranks
 import torch
 from oracle import largest_difference, load, plain_logprobs, plain_training
+from patience import PATIENCE_S
 from rank_pool import RankFailure, RankPool, rank_context
 from rl_interfaces.backend.checkpoint.checkpointer import Checkpointer, PendingSave
 from safetensors.torch import load_file
@@ -237,7 +238,7 @@ def test_a_save_that_took_too_long_still_says_what_it_failed_with(tmp_path):
     may_fail = threading.Event()
 
     def write():
-        assert may_fail.wait(60)
+        assert may_fail.wait(PATIENCE_S)
         raise RuntimeError("planted")
 
     checkpointer = Checkpointer(
@@ -264,7 +265,7 @@ def test_a_save_is_written_on_the_device_of_its_rank(tmp_path):
         path=tmp_path,
         device=device,
     )
-    pending.wait(60)
+    pending.wait(PATIENCE_S)
     if count:
         pending.check()
         assert written == [device.index]
@@ -278,7 +279,7 @@ def test_a_save_is_written_on_the_device_of_its_rank(tmp_path):
 def test_a_process_ends_though_a_save_does_not():
     process = rank_context().Process(target=checkpoint_ranks.leave_save_running)
     process.start()
-    process.join(timeout=60)
+    process.join(timeout=PATIENCE_S)
     has_ended = not process.is_alive()
     process.kill()
     assert has_ended

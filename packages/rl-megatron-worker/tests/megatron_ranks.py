@@ -7,6 +7,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from patience import PATIENCE_S
 from reference_models import VOCAB, architecture_of, build_reference, shard_of
 from rl_batched_data.logprobs import target_scores
 from rl_interfaces.backend.runtime import RankEnvironment, init_process_group
@@ -44,10 +45,10 @@ def section(**overrides):
 def job(**overrides):
     """Give the runtime and the layout of a rank, its groups set up while inside."""
     environment = RankEnvironment.from_environment()
-    init_process_group(environment, timeout_s=60)
+    init_process_group(environment, timeout_s=PATIENCE_S)
     runtime = Runtime(environment)
     layout = plan_layout(section(**overrides), world_size=environment.world_size)
-    init_model_parallel(layout, runtime, timeout_s=60)
+    init_model_parallel(layout, runtime, timeout_s=PATIENCE_S)
     runtime.seed(0)
     try:
         yield runtime, layout

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import vllm
+from patience import PATIENCE_S
 from rl_refit import RefitError
 from rl_refit.vllm import init_info, on_workers, refit, require_ready
 from tolerances import ENGINE
@@ -19,7 +20,6 @@ from transformers import AutoModelForCausalLM
 
 SAME = ENGINE
 OTHER = 1e-2
-LIMIT_S = 60.0
 PROMPTS = [[1, 5, 9, 30], [7, 8], [60, 3, 2, 1, 40, 41]]
 
 
@@ -39,7 +39,7 @@ def worst_difference(llm, model):
 
 
 def wait_until_ready(llm, version):
-    end = time.monotonic() + LIMIT_S
+    end = time.monotonic() + PATIENCE_S
     while True:
         try:
             assert set(on_workers(llm, require_ready)) == {version}

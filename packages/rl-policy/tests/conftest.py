@@ -1,10 +1,11 @@
 import os
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+
+from patience import PATIENCE_S, wait_until
 
 # Tests import the modules beside them.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -116,7 +117,7 @@ def begin(workplace):
     yield begin
     for process in processes:
         process.kill()
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -157,12 +158,9 @@ def without_megatron(monkeypatch):
 
 @pytest.fixture
 def wait_until_gone():
-    """Return a function that fails unless all processes end within a few seconds."""
+    """Return a function that waits until all processes have ended."""
 
-    def wait(pids, limit_s=10.0):
-        deadline = time.monotonic() + limit_s
-        while alive := [pid for pid in pids if not is_gone(pid)]:
-            assert time.monotonic() < deadline, f"still running: {alive}"
-            time.sleep(0.05)
+    def wait(pids):
+        wait_until(lambda: all(map(is_gone, pids)), what=f"the end of processes {pids}")
 
     return wait

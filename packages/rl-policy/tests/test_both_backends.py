@@ -5,7 +5,7 @@ import torch
 from backend_runs import plain_results, run
 from tolerances import assert_alike
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.needs("rl-policy[all]")]
+pytestmark = [pytest.mark.slow, pytest.mark.needs("rl-policy[all]")]
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import ray
 import yaml
+from patience import PATIENCE_S
 from ray.exceptions import RayActorError
 from rl_policy import cli as rl_policy_cli
 from rl_policy.cli import build_app, main
@@ -36,7 +37,7 @@ def run_apart(*arguments, cwd, **environment):
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         env={**os.environ, "COLUMNS": "200", **environment},
         check=False,
     )
@@ -51,7 +52,6 @@ def rl_policy(tmp_path, monkeypatch):
 
 @pytest.mark.promise
 def test_help_explains_every_flag_and_loads_nothing_heavy(tmp_path):
-    started = time.monotonic()
     result = run_apart("grpo", "--help", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     for flag in ("--config", "--out", "--resume", "--show-config", "SECTION.KEY=VALUE"):
@@ -60,7 +60,6 @@ def test_help_explains_every_flag_and_loads_nothing_heavy(tmp_path):
     code = "import sys, rl_policy.cli; print({'torch', 'ray', 'transformers'} & set(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert loaded.stdout.strip() == "set()", loaded.stderr
-    assert time.monotonic() - started < 60
 
 
 # What a driver loads for what it does with it, and not by the way: each takes tenths of a second.
@@ -111,7 +110,7 @@ def test_a_driver_imports_before_ray_starts_what_it_uses_and_no_more(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert loaded.stdout.splitlines() == ["[]", "[]"], loaded.stderr
@@ -392,7 +391,7 @@ def test_a_ray_that_does_not_start_ends_in_one_line(tmp_path):
     assert result.returncode == 1
     *_, line, way_on = result.stderr.splitlines()
     assert "Traceback" not in result.stderr
-    assert line.startswith("error: a Ray of ")
+    assert line.startswith("error: Ray did not start within ")
     assert "file" in line
     assert "`rl-policy doctor limits ray` looks for the cause" in line
     assert way_on == "continue with: rl-policy grpo --resume run"
@@ -451,7 +450,7 @@ def test_a_signal_ends_a_run_in_order_and_says_how_to_go_on(
     def execute(inputs, directory):
         try:
             os.kill(os.getpid(), number)
-            time.sleep(60)
+            time.sleep(3600)
         finally:
             ends.append(signal.getsignal(number))
 

@@ -19,7 +19,7 @@ from tolerances import assert_close, in_float64, measured_training
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("rl-policy[dtensor]")]
+pytestmark = [pytest.mark.needs("rl-policy[dtensor]")]
 
 SETTINGS = [
     "distill.eval_every=4",

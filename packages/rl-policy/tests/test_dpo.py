@@ -6,7 +6,7 @@ from rl_policy.config import load_run_config
 from rl_policy.run.metrics import read_metrics
 from typer.testing import CliRunner
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.needs("rl-policy[dtensor]")]
+pytestmark = [pytest.mark.needs("rl-policy[dtensor]")]
 
 SETTINGS = [
     "dpo.steps=6",

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from kept_clusters import kept_cluster
+from patience import PATIENCE_S, wait_until
 from processes import descendants
-from recipe_runs import CONFIG, forked_command, measured, wait_until
+from recipe_runs import CONFIG, forked_command, measured
 from rl_interfaces import EnvironmentStep
 from rl_policy import DPOTrainer, GRPOTrainer, Policy
 from rl_policy.cli import build_app
@@ -30,7 +31,7 @@ from tolerances import LOGPROBS, REPEATED, assert_close, expected_of
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-pytestmark = [pytest.mark.needs("rl-policy[dtensor]"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.needs("rl-policy[dtensor]")]
 
 ENVIRONMENT = """
 import os, signal, time
@@ -196,19 +197,20 @@ def processes_of(driver):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_kills_from_outside(workplace, wait_until_gone):
     new = ["--config", "run.yaml", *with_environment(["grpo.steps=3", "grpo.eval_every=3"])]
     Path("wait").touch()
     run = start(*new, "--out", "killed")
     # The first evaluation has begun, in as many processes as problems.
-    wait_until(lambda: len(processes_of(run)) == 5, limit_s=200)
+    wait_until(lambda: len(processes_of(run)) == 5, what="five processes of environments")
     time.sleep(1)
     os.kill(processes_of(run)[2], signal.SIGKILL)
     time.sleep(1)
     Path("wait").unlink()
     metrics = Path("killed/metrics.jsonl")
-    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2, limit_s=200)
+    wait_until(
+        lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2, what="two steps"
+    )
     Path("wait").touch()
     time.sleep(1)
     left = processes_of(run)
@@ -219,7 +221,7 @@ def test_kills_from_outside(workplace, wait_until_gone):
     output = run.communicate()[0]
     assert output.count("its process ended with status -9, for the prompt '") == 1
     resumed = start("--resume", "killed")
-    text = resumed.communicate(timeout=300)[0]
+    text = resumed.communicate(timeout=PATIENCE_S)[0]
     assert resumed.returncode == 0, text
     rows = read_metrics(metrics)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
@@ -298,7 +300,7 @@ def test_sampler_and_trainer_agree_on_the_sampled_tokens(shared_ray, tmp_path):
         "dtensor_cfg": {"enabled": True},
     }
     player = EpisodePlayer(
-        pool=ThreadPool(GivenEnvironment(OneEndsEarly), limit_s=20, max_groups=8),
+        pool=ThreadPool(GivenEnvironment(OneEndsEarly), limit_s=PATIENCE_S, max_groups=8),
         encoder=encoder,
         max_turns=4,
         max_length=64,

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import yaml
+from patience import PATIENCE_S
 from rl_policy.cli import build_app
 from rl_policy.run.metrics import read_metrics
 from tolerances import ENGINE
@@ -13,7 +14,6 @@ from typer.testing import CliRunner
 pytestmark = [
     pytest.mark.usefixtures("shared_ray"),
     pytest.mark.vllm,
-    pytest.mark.timeout(900),
     pytest.mark.needs("rl-policy[all]"),
 ]
 
@@ -28,7 +28,7 @@ CONFIG = {
         "logprob_batch_size": 8,
         "optimizer": {"kwargs": {"lr": 3.0e-3}},
         "generation": {"backend": "vllm", "max_new_tokens": 2},
-        "timeout_s": 120,
+        "timeout_s": PATIENCE_S,
     },
     "sft": {"steps": 20, "eval_every": 20, "stop_pass_rate": 0.99},
     "grpo": {"steps": 3, "prompts_per_step": 4, "samples_per_prompt": 4, "eval_every": 2},

@@ -5,11 +5,12 @@ import pytest
 import ray
 import torch
 from backend_runs import config, plain_results, run
+from patience import PATIENCE_S
 from rl_policy import NamedSharding, Policy, RayVirtualCluster, RayWorkerGroup
 from tolerances import assert_close
 from transformers import Qwen3ForCausalLM
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("rl-policy[all]")]
+pytestmark = [pytest.mark.needs("rl-policy[all]")]
 
 
 @pytest.fixture(
@@ -92,7 +93,7 @@ def test_a_collective_refit_reaches_the_other_device(ends, backends_model, use_g
     for version in (1, 2):
         receiving = receivers.submit_all("receive", version)
         report = policy.send_weights(version)
-        check_weights(receivers.wait(receiving, timeout_s=120), backends_model[0], use_gpus)
+        check_weights(receivers.wait(receiving, timeout_s=PATIENCE_S), backends_model[0], use_gpus)
         assert report["refit_bytes"] > 0
 
 
@@ -103,8 +104,8 @@ def test_the_documented_broadcast_reaches_the_other_device(ends, backends_model,
     node.shutdown()
     info = policy.prepare_info_for_collective()
     joining = receivers.submit_all("join", ip, port, 2)
-    ray.get(policy.init_collective(ip, port, 2), timeout=120)
-    receivers.wait(joining, timeout_s=120)
+    ray.get(policy.init_collective(ip, port, 2), timeout=PATIENCE_S)
+    receivers.wait(joining, timeout_s=PATIENCE_S)
     receiving = receivers.submit_all("receive_broadcast", info)
-    ray.get(policy.broadcast_weights_for_collective(), timeout=120)
-    check_weights(receivers.wait(receiving, timeout_s=120), backends_model[0], use_gpus)
+    ray.get(policy.broadcast_weights_for_collective(), timeout=PATIENCE_S)
+    check_weights(receivers.wait(receiving, timeout_s=PATIENCE_S), backends_model[0], use_gpus)

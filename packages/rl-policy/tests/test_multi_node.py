@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from patience import PATIENCE_S
 from plain_backend import PairModel
 from ray.cluster_utils import Cluster
 from rl_batched_data import BatchedDataDict
@@ -15,7 +16,7 @@ from tokenizers.models import WordLevel
 from tolerances import REPEATED
 from transformers import PreTrainedTokenizerFast
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,7 @@ def test_a_policy_runs_across_the_nodes(nodes, tmp_path):
             "input_lengths": torch.tensor([3, 2, 3]),
         }
     )
-    config = {"model_name": str(tmp_path), "timeout_s": 60, "plain_cfg": {"enabled": True}}
+    config = {"model_name": str(tmp_path), "timeout_s": PATIENCE_S, "plain_cfg": {"enabled": True}}
     cluster = RayVirtualCluster([1, 1], use_gpus=False, placement_group_strategy="SPREAD")
     policy = Policy(cluster, config, tokenizer, init_optimizer=False)
     try:

@@ -9,6 +9,7 @@ import pytest
 import ray
 import torch
 from kept_clusters import kept_cluster
+from patience import PATIENCE_S
 from plain_loop import expected_logprobs, plain_logprobs, train_plainly
 from rl_batched_data import BatchedDataDict
 from rl_interfaces import LossInput, LossType, ResidencyError
@@ -29,7 +30,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.needs("rl-policy[dtensor]")]
+pytestmark = [pytest.mark.needs("rl-policy[dtensor]")]
 
 VOCABULARY, PAD, EOS = 64, 0, 1
 MAX_NEW_TOKENS = 5
@@ -88,7 +89,7 @@ def config(model_path, **changes):
         "max_total_sequence_length": 32,
         "optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.1}},
         "generation": {"max_new_tokens": MAX_NEW_TOKENS, "temperature": 1.0},
-        "timeout_s": 120,
+        "timeout_s": PATIENCE_S,
         **changes,
     }
 
@@ -540,7 +541,7 @@ def test_receivers_get_the_weights_by_stream(policy, transport):
     expected = parameters(policy)
     addresses = policy.open_refit(2, is_paired=True, transport=transport, bucket_bytes=1 << 14)
     receivers = [
-        RefitReceiver(address, rank, timeout_s=60) for rank, address in enumerate(addresses)
+        RefitReceiver(address, rank, timeout_s=PATIENCE_S) for rank, address in enumerate(addresses)
     ]
     loaded = [{}, {}]
 
@@ -554,7 +555,7 @@ def test_receivers_get_the_weights_by_stream(policy, transport):
         running = [pool.submit(receive, rank, 1) for rank in range(2)]
         metrics = policy.send_weights(1)
         for future in running:
-            future.result(timeout=60)
+            future.result(timeout=PATIENCE_S)
         for receiver in receivers:
             receiver.commit(1)
         for tensors in loaded:
@@ -571,16 +572,18 @@ def test_receivers_get_the_weights_by_stream(policy, transport):
         with pytest.raises(RefitError, match="planted"):
             policy.send_weights(2)
         with pytest.raises(RefitError, match="planted"):
-            running[0].result(timeout=60)
+            running[0].result(timeout=PATIENCE_S)
         # With a sender of its own the other one has all of it; with the same one, it failed too.
-        assert running[1].exception(timeout=60) is None or policy.worker_group.world_size == 1
+        assert (
+            running[1].exception(timeout=PATIENCE_S) is None or policy.worker_group.world_size == 1
+        )
         for receiver in receivers:
             with pytest.raises((PoisonedError, RefitInProgress)):
                 receiver.require_ready()
         running = [pool.submit(receive, rank, 3) for rank in range(2)]
         policy.send_weights(3)
         for future in running:
-            future.result(timeout=60)
+            future.result(timeout=PATIENCE_S)
     for receiver in receivers:
         receiver.commit(3)
         assert receiver.require_ready() == 3
@@ -625,11 +628,13 @@ def test_a_group_that_the_driver_names_gets_the_weights(policy):
     info = policy.prepare_info_for_collective()
     with ReservedPort() as port:
         joining = policy.init_collective("127.0.0.1", port.number, 2)
-        with BroadcastGroup("127.0.0.1", port.number, rank=1, world_size=2, timeout_s=60) as group:
-            ray.get(joining, timeout=60)
+        with BroadcastGroup(
+            "127.0.0.1", port.number, rank=1, world_size=2, timeout_s=PATIENCE_S
+        ) as group:
+            ray.get(joining, timeout=PATIENCE_S)
             sending = policy.broadcast_weights_for_collective()
             received = dict(group.receive(info))
-            ray.get(sending, timeout=60)
+            ray.get(sending, timeout=PATIENCE_S)
     assert list(received) == list(expected)
     assert all(torch.equal(received[name], expected[name]) for name in expected)
 

@@ -11,7 +11,7 @@ from rl_policy import Policy, RayVirtualCluster
 from rl_policy.planning import plan_memory
 from tolerances import assert_close
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.needs("rl-policy[megatron]")]
+pytestmark = [pytest.mark.needs("rl-policy[megatron]")]
 
 
 @pytest.mark.promise

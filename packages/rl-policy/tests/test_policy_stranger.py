@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import ray
 import torch
+from patience import PATIENCE_S
 from plain_backend import PairModel
 from plain_loop import expected_logprobs, train_plainly
 from rl_batched_data import BatchedDataDict
@@ -31,8 +32,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tolerances import LOGPROBS, assert_all_close, assert_close, expected_of
 from transformers import PreTrainedTokenizerFast
-
-pytestmark = pytest.mark.timeout(240)
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "plain-backend"
 VOCABULARY = 16
@@ -78,7 +77,7 @@ def config(tmp_path_factory):
             "max_total_sequence_length": 8,
             "optimizer": {"name": "torch.optim.AdamW", "kwargs": OPTIMIZER},
             "generation": {"backend": "hf", "max_new_tokens": 2, "pad_token_id": 15},
-            "timeout_s": 60,
+            "timeout_s": PATIENCE_S,
             "stranger_cfg": {"enabled": True, "tp": 1},
             **changes,
         }
@@ -124,7 +123,9 @@ def train_by_loop(data, gbs):
 
 def test_the_example_passes_the_conformance_kit():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
-    result = subprocess.run(command, cwd=EXAMPLE, capture_output=True, text=True, timeout=200)
+    result = subprocess.run(
+        command, cwd=EXAMPLE, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert result.returncode == 0, result.stdout
     (counts,) = re.findall(r"TestPlainBackend: (\d+) passed, (\d+) skipped$", result.stdout, re.M)
     passed, skipped = map(int, counts)

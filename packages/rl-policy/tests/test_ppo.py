@@ -22,7 +22,7 @@ from rl_policy.run.samples import read_samples
 from tolerances import KL, LOGPROBS, assert_close, expected_of, in_float64, measured_training
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("rl-policy[dtensor]")]
+pytestmark = [pytest.mark.needs("rl-policy[dtensor]")]
 
 BUDGETS = {"enabled": True, "train_mb_tokens": 24, "logprob_mb_tokens": 24}
 PACKED = {**BUDGETS, "algorithm": "modified_first_fit_decreasing"}

@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(300),
     pytest.mark.needs("rl-policy[all]"),
 ]
 

@@ -9,7 +9,6 @@ from tolerances import ENGINE
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
-    pytest.mark.timeout(900),
     pytest.mark.needs("rl-policy[all]"),
 ]
 

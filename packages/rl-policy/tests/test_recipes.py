@@ -11,6 +11,7 @@ import pytest
 import ray
 import torch
 import yaml
+from patience import PATIENCE_S, wait_until
 from processes import descendants
 from recipe_runs import (
     MODULE,
@@ -18,7 +19,6 @@ from recipe_runs import (
     TWO_RANKS,
     forked_command,
     measured,
-    wait_until,
     write_workplace,
 )
 from rl_policy.cli import build_app
@@ -26,7 +26,7 @@ from rl_policy.run.metrics import read_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.needs("rl-policy[dtensor]")]
+pytestmark = pytest.mark.needs("rl-policy[dtensor]")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def run(workplace, environment):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert result.returncode == 0, result.stderr
@@ -290,13 +290,13 @@ def test_an_interrupted_run_leaves_nothing_behind(workplace, environment, number
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     metrics = workplace / out / "warm_up" / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.read_text(), limit_s=300)
+    wait_until(lambda: metrics.exists() and metrics.read_text(), what="a step")
     os.killpg(process.pid, number)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == status, errors
     assert f"interrupted; continue with: rl-policy grpo --resume {out}" in errors
     assert "Traceback" not in errors
-    wait_until(lambda: ray.available_resources()["CPU"] == cpus, limit_s=30)
+    wait_until(lambda: ray.available_resources()["CPU"] == cpus, what="all CPUs are free again")
 
 
 @pytest.mark.slow
@@ -311,11 +311,11 @@ def test_a_terminated_run_ends_the_ray_that_it_started(workplace, wait_until_gon
         start_new_session=True,
     )
     metrics = workplace / "alone" / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.read_text(), limit_s=300)
+    wait_until(lambda: metrics.exists() and metrics.read_text(), what="a step")
     children = descendants(process.pid)
     assert len(children) > 2
     process.terminate()
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 143, errors
     assert errors.splitlines()[-1].startswith("interrupted; continue with: rl-policy sft --resume")
     assert "Traceback" not in errors

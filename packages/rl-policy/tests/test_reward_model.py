@@ -13,7 +13,7 @@ from rl_policy.trainers import RewardTrainer
 from tolerances import ELEMENTWISE, REPEATED
 from transformers import AutoModelForSequenceClassification
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.needs("rl-policy[dtensor]")]
+pytestmark = [pytest.mark.needs("rl-policy[dtensor]")]
 
 SETTINGS = {
     "rm.steps": 6,

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S, wait_until
 from recipe_runs import measured, write_workplace
 from rl_policy.cli import build_app
 from rl_policy.config import RewardSection
@@ -93,7 +94,7 @@ def function(file):
     """Return a function that opens one of the file's."""
     opened = []
 
-    def open_function(name, limit_s=20):
+    def open_function(name, limit_s=PATIENCE_S):
         opened.append(RewardFunction(f"{file}:{name}", limit_s=limit_s))
         return opened[-1]
 
@@ -124,14 +125,14 @@ def test_what_it_prints_and_reads_is_not_the_run_s(function, capfd):
 
 
 def test_one_that_raises_late_is_not_said_to_take_too_long(function):
-    reward = function("raises_late", limit_s=10)
+    reward = function("raises_late")
     with pytest.raises(RewardError, match=r"ZeroDivisionError.*, in a call with 61 samples"):
         reward([*["a"] * 60, ""], PROBLEMS[:1] * 61)
 
 
 def test_a_module_of_the_working_directory_will_do(file, monkeypatch):
     monkeypatch.chdir(file.parent)
-    reward = RewardFunction("my_rewards:lengths", limit_s=30)
+    reward = RewardFunction("my_rewards:lengths", limit_s=PATIENCE_S)
     assert reward(["abc"], PROBLEMS[:1]) == [3.0]
     reward.close()
 
@@ -157,7 +158,7 @@ def test_what_is_no_reward_is_named_with_its_sample(function, name, named):
 
 
 def test_one_that_hangs_is_ended(function):
-    reward = function("hangs", limit_s=10)
+    reward = function("hangs")
     assert reward(["a"], PROBLEMS[:1]) == [1.0]
     reward._limit_s = 0.5
     pid = reward._process.pid
@@ -186,11 +187,11 @@ def test_what_cannot_be_loaded_is_refused(file, monkeypatch, name, named):
     (file.parent / "broken.py").write_text("def f(:")
     (file.parent / "slow.py").write_text("while True: pass")
     with pytest.raises(ValueError, match=rf"reward\.function='.*{named}"):
-        RewardFunction(name, limit_s=2 if "slow" in name else 30)
+        RewardFunction(name, limit_s=2 if "slow" in name else PATIENCE_S)
 
 
 def test_its_process_ends_with_it_and_with_the_run(file):
-    reward = RewardFunction(f"{file}:lengths", limit_s=30)
+    reward = RewardFunction(f"{file}:lengths", limit_s=PATIENCE_S)
     pid = reward._process.pid
     assert not is_gone(pid)
     del reward
@@ -200,7 +201,7 @@ def test_its_process_ends_with_it_and_with_the_run(file):
     program = (
         "from rl_policy.data.rewards import RewardFunction\n"
         "from rl_policy.data.datasets import Problem\n"
-        f"reward = RewardFunction({str(file) + ':hangs'!r}, limit_s=60)\n"
+        f"reward = RewardFunction({str(file) + ':hangs'!r}, limit_s=3600)\n"
         "print(reward._process.pid, flush=True)\n"
         "reward(['hang'], [Problem('p', 'a')])\n"
     )
@@ -208,10 +209,7 @@ def test_its_process_ends_with_it_and_with_the_run(file):
         pid = int(run.stdout.readline())
         time.sleep(0.2)
         os.kill(run.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while not is_gone(pid):
-        assert time.monotonic() < deadline, "the process of the reward is left"
-        time.sleep(0.05)
+    wait_until(lambda: is_gone(pid), what="the end of the reward's process")
 
 
 def test_several_are_weighted_and_kept_apart(file):
@@ -245,7 +243,7 @@ def test_further_fields_of_the_data_are_columns(tmp_path):
     assert problem.columns == {"bonus": 3, "tags": ["x"]}
 
 
-def reward_of(function, limit_s=20.0):
+def reward_of(function, limit_s=PATIENCE_S):
     return build_reward(RewardSection(function=GivenReward(function), timeout_s=limit_s))
 
 
@@ -283,7 +281,7 @@ def test_a_function_of_the_program_that_hangs_costs_its_limit():
     release = threading.Event()
 
     def hangs(completions, problems):
-        release.wait(60)
+        release.wait(PATIENCE_S)
         return [0.0] * 3
 
     # Waited for, it would return rewards.
@@ -306,7 +304,6 @@ def breaks(completions, problems):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_run_is_saved_before_it_ends_and_goes_on(shared_ray, tmp_path, monkeypatch):
     workplace = write_workplace(tmp_path)
     monkeypatch.chdir(workplace)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from patience import PATIENCE_S
 from rl_policy.data.tiny_model import build_tokenizer
 from tinker_server import KEY, LIMITS, MAX_BYTES, MAX_RANK, NAME, build_model, running_server
 from tolerances import (
@@ -23,7 +24,7 @@ from tolerances import (
 )
 from transformers import AutoModelForCausalLM
 
-pytestmark = [pytest.mark.needs("rl-policy[tinker]"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.needs("rl-policy[tinker]")]
 
 tinker = pytest.importorskip("tinker", reason="the client is no dependency of its server")
 peft = pytest.importorskip("peft", reason="comes with the extra tinker")
@@ -408,7 +409,7 @@ def post(address, path, body, *, key=KEY):
     if key is not None:
         request.add_header("X-API-Key", key)
     try:
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
             return response.status, response.read()
     except urllib.error.HTTPError as error:
         return error.code, error.read()
@@ -439,7 +440,7 @@ def test_bad_bodies(address, body, status, message):
 
 
 def test_a_body_of_unknown_length_has_the_same_limit(address):
-    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=PATIENCE_S)
     parts = [b"a" * (MAX_BYTES // 2)] * 3
     headers = {"X-API-Key": KEY, "Transfer-Encoding": "chunked"}
     connection.request(

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from patience import PATIENCE_S
 from rl_interfaces import LossInput
 from rl_policy.tinker.futures import Futures, InOrder, Job, JobThread
 from rl_policy.tinker.losses import KINDS, make_loss
@@ -163,7 +164,7 @@ def test_jobs_of_a_group_run_together_and_failures_are_their_own():
     batches, gate, fatal = [], threading.Event(), []
 
     def run(arguments):
-        gate.wait(10)
+        gate.wait(PATIENCE_S)
         batches.append(list(arguments))
         if "bad" in arguments:
             raise ValueError("bad")
@@ -203,7 +204,7 @@ def test_a_failure_after_the_end_is_not_reported():
 
     def run(_):
         started.set()
-        gate.wait(60)
+        gate.wait(PATIENCE_S)
         raise KeyError("the ranks are gone")
 
     async def submit():
@@ -225,7 +226,7 @@ def test_a_failure_of_all_fails_what_waits_and_what_comes_later():
     gate, fatal = threading.Event(), []
 
     def run(_):
-        gate.wait(60)
+        gate.wait(PATIENCE_S)
         raise KeyError("the ranks are gone")
 
     async def submit():

@@ -83,7 +83,7 @@ def left_padding_is_refused(bench: WorkerBench) -> None:
 THREADS, OPEN_FILES = Path("/proc/self/task"), Path("/proc/self/fd")
 NUM_WORKERS = 4
 """Consecutive workers. A leak grows with each of them."""
-SETTLING_S = 1.0
+SETTLING_S = 5.0
 """Limit of the wait for threads and files that are being closed, in seconds."""
 
 
