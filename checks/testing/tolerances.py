@@ -163,7 +163,9 @@ def assert_close(found: Any, expected: Expected, what: object = "", *, times: fl
     found = torch.as_tensor(found, dtype=torch.float64, device="cpu").detach()
     assert found.shape == expected.exact.shape, (what, found.shape, expected.exact.shape)
     differences = (found - expected.exact).abs()
-    shares = differences / (times * torch.as_tensor(expected.bound, dtype=torch.float64))
+    # A tensor of zeros that nothing has trained has a bound of 0, and has to be equal.
+    bound = times * torch.as_tensor(expected.bound, dtype=torch.float64)
+    shares = torch.where(differences == 0, 0.0, differences / bound)
     worst = int(shares.argmax()) if shares.numel() else None
     assert worst is None or bool((shares <= 1).all()), (
         f"{what} differs by {float(differences.flatten()[worst]):.2e}, "
