@@ -19,6 +19,7 @@ from kept_clusters import end_kept_clusters, kept_cluster
 from processes import is_gone
 from recipe_runs import forked_command
 from rl_policy import backends
+from rl_policy.ray import cluster
 from rl_policy.run import samplers, session
 
 if find_spec("vllm") and not torch.cuda.is_available():
@@ -71,7 +72,9 @@ def stranger_path(stranger_site):
 def start_shared_ray(stranger_site):
     """Start the one local Ray of all tests, unless it runs; its workers find the stranger."""
     if not ray.is_initialized():
-        with python_path(stranger_site) as patch:
+        # As patient as a Ray that the product starts.
+        patient = (cluster._looking_often(), cluster._patient())
+        with python_path(stranger_site) as patch, patient[0], patient[1]:
             patch.setattr(sys, "executable", rank_python())
             ray.init(
                 "local",
