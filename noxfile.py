@@ -269,14 +269,15 @@ def test_files(tested: str) -> list[Path]:
     return sorted(test_folder(tested).rglob("test_*.py"))
 
 
+# Of the default sessions those that keep two processors busy run alone on a small machine. The full
+# checks run two sessions at once there, as tests often wait for processes to start.
 for kind, tag in ((promises, []), (tests, ["full"])):
     for each in TESTED:
-        # Sessions rather than parameters of one, as only some may run at the same time as others.
         nox.session(
             recorded(functools.update_wrapper(functools.partial(kind, tested=each), kind)),
             name=f"{kind.__name__}({each})",
             venv_backend="none",
-            allow_parallel=each not in BUSY or CORES > 3,
+            allow_parallel=kind is tests or each not in BUSY or CORES > 3,
             tags=tag,
         )
 
@@ -292,7 +293,13 @@ def vllm(session: nox.Session) -> None:
     run_with_vllm(session, "pytest", *marked, "-m", PROMISES_WITH_ENGINES, *session.posargs)
 
 
-@nox.session(venv_backend="none", name="apart-vllm", tags=["full"], requires=["wheels"])
+@nox.session(
+    venv_backend="none",
+    name="apart-vllm",
+    tags=["full"],
+    requires=["wheels"],
+    allow_parallel=True,
+)
 @recorded
 def apart_vllm(session: nox.Session) -> None:
     """Do what `apart` does for the extras that bring vLLM, whose build for the CPU is used."""
@@ -314,7 +321,7 @@ def apart_vllm(session: nox.Session) -> None:
             run_with_vllm(session, "pytest", *arguments)
 
 
-@nox.session(reuse_venv=True, tags=["full"], requires=["wheels"])
+@nox.session(reuse_venv=True, tags=["full"], requires=["wheels"], allow_parallel=True)
 @nox.parametrize("package", LONGEST_FIRST, ids=LONGEST_FIRST)
 @recorded
 def apart(session: nox.Session, package: str) -> None:
@@ -339,7 +346,7 @@ def apart(session: nox.Session, package: str) -> None:
             session.run("pytest", *arguments, results_option(session), env=ENVIRONMENT)
 
 
-@nox.session(reuse_venv=True, tags=["full"])
+@nox.session(reuse_venv=True, tags=["full"], allow_parallel=True)
 @recorded
 def browser(session: nox.Session) -> None:
     """Open the report of a run in a headless Chromium, which an npm package brings."""
@@ -361,7 +368,7 @@ def browser(session: nox.Session) -> None:
     session.run("pytest", tests, *session.posargs, results_option(session), env=environment)
 
 
-@nox.session(reuse_venv=True, tags=["full"])
+@nox.session(reuse_venv=True, tags=["full"], allow_parallel=True)
 @recorded
 def docs(session: nox.Session) -> None:
     """Build the documentation site, with warnings as errors, and run the code of slow pages."""
@@ -663,7 +670,7 @@ def zoo(session: nox.Session) -> None:
     run_here(session, "checks.zoo", *session.posargs)
 
 
-@nox.session(venv_backend="none", name="zoo-short", tags=["full"])
+@nox.session(venv_backend="none", name="zoo-short", tags=["full"], allow_parallel=True)
 @recorded
 def zoo_short(session: nox.Session) -> None:
     """Hold a few model types, each run in a way of its own, against transformers."""
