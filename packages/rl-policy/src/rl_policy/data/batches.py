@@ -280,7 +280,7 @@ def completion_batch(
     Args:
         generated: What `Policy.generate` returned, `[batch, seq]`; or episodes, which have their
             own `token_mask` and `sample_mask`.
-        advantages: `[batch]` float32; every token of a completion gets that of its completion.
+        advantages: `[batch]`, any float; every token of a completion gets that of its completion.
             None: the batch has none yet.
     """
     ends = generated["unpadded_sequence_lengths"]
@@ -296,7 +296,8 @@ def completion_batch(
     if "routed_experts" in generated:
         columns["routed_experts"] = generated["routed_experts"]
     if advantages is not None:
-        columns["advantages"] = advantages[:, None].expand(columns["input_ids"].shape).contiguous()
+        tokens = advantages.float()[:, None].expand(columns["input_ids"].shape)
+        columns["advantages"] = tokens.contiguous()
     return BatchedDataDict({**columns, **masks})
 
 

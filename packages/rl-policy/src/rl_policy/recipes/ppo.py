@@ -465,7 +465,7 @@ class PpoTrainer:
             self._policy.offload_after_refit()
         self._values.add_values(batch, watch)
         with watch.phase("reward_s"):
-            rewards = torch.tensor(rollout.rewards)
+            rewards = torch.tensor(rollout.rewards, dtype=torch.float64)
             estimated = add_advantages(batch, rewards, ppo=self._config, loss=self._loss_config)
         return estimated, self._values.train(batch, watch)
 
@@ -490,14 +490,14 @@ def add_advantages(
         `explained_variance`, `return_mean`, `advantage_std`, and `reward_kl` in nats per
         completion, if there is a penalty in the reward.
     """
-    mask = batch["token_mask"] * batch["sample_mask"][:, None].long()
+    mask = batch["token_mask"] * (batch["sample_mask"] > 0)[:, None].long()
     measured: dict[str, float] = {}
     penalties = None
     if loss.kl_coef and loss.kl_in == "reward":
         kl = kl_estimates(batch, mask, loss)
         penalties = loss.kl_coef * kl
         measured["reward_kl"] = float(kl.sum(1).mean())
-    advantages, batch["returns"] = generalized_advantages(
+    advantages, returns = generalized_advantages(
         token_rewards(rewards, mask, penalties),
         batch["prev_values"],
         mask,
@@ -505,12 +505,11 @@ def add_advantages(
         lam=ppo.lam,
     )
     is_target = mask > 0
-    measured["explained_variance"] = explained_variance(
-        batch["prev_values"], batch["returns"], mask
-    )
-    measured["return_mean"] = float(batch["returns"][is_target].double().mean())
-    measured["advantage_std"] = float(advantages[is_target].double().std(correction=0))
-    batch["advantages"] = whiten(advantages, mask, correction=1) if ppo.whiten else advantages
+    measured["explained_variance"] = explained_variance(batch["prev_values"], returns, mask)
+    measured["return_mean"] = float(returns[is_target].mean())
+    measured["advantage_std"] = float(advantages[is_target].std(correction=0))
+    tokens = whiten(advantages, mask, correction=1) if ppo.whiten else advantages
+    batch["advantages"], batch["returns"] = tokens.float(), returns.float()
     return measured
 
 
