@@ -32,6 +32,7 @@ from rl_policy.config.policy import (
     resolve_policy,
 )
 from rl_policy.config.sections import (
+    EXACT_MATCH,
     CheckpointSection,
     ClusterSection,
     DataSection,
@@ -50,6 +51,7 @@ __all__ = [
     "BUILTIN_MODEL",
     "BUILTIN_POLICY",
     "DEFAULT_POLICY",
+    "EXACT_MATCH",
     "CheckpointSection",
     "ClusterSection",
     "DataSection",

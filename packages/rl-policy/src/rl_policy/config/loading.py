@@ -22,7 +22,7 @@ from rl_policy.config.policy import (
     Settings,
     merge_policy,
 )
-from rl_policy.config.sections import RunConfig, SectionT, run_config_type
+from rl_policy.config.sections import EXACT_MATCH, RunConfig, SectionT, run_config_type
 from rl_policy.data.rewards import GivenReward
 from rl_policy.data.rows import GivenRows
 from rl_policy.environments.pool import GivenEnvironment
@@ -261,6 +261,13 @@ def _add_defaults(given: Settings, recipe: Recipe) -> Settings:
     for layer in layers:
         base = merge_policy(base, layer)
     complete = merge_sections({**(recipe.builtin if is_builtin else {}), "policy": {}}, given)
+    reward, sft = given.get("reward"), given.get("sft")
+    functions = reward.get("function") if isinstance(reward, Mapping) else None
+    is_chosen = isinstance(sft, Mapping) and "stop_pass_rate" in sft
+    has_default = is_builtin and "sft" in recipe.builtin and not is_chosen
+    if has_default and functions not in (None, EXACT_MATCH, [EXACT_MATCH]):
+        # The built-in model's own default is for the reward that is a share of solved problems.
+        complete["sft"] = merge_sections(complete.get("sft") or {}, {"stop_pass_rate": None})
     complete["policy"] = merge_policy(base, policy)
     complete["policy"].setdefault("seed", given.get("seed", RunConfig.model_fields["seed"].default))
     if is_builtin:

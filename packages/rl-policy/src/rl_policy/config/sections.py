@@ -31,6 +31,9 @@ from rl_policy.recipes import find_recipe
 
 SectionT = TypeVar("SectionT", bound="Section")
 
+EXACT_MATCH = "exact_match"
+"""Among `reward.function`: the reward of a run without functions."""
+
 # 4 GiB in float32, beside as much of gradients and twice as much of Adam's moments.
 _MOST_TINY_WEIGHTS = 2**30
 
@@ -191,6 +194,11 @@ class RewardSection(Section):
             return []
         return self.function if isinstance(self.function, list) else [self.function]
 
+    @property
+    def is_solved_share(self) -> bool:
+        """Whether the mean reward is the share of the problems that are solved."""
+        return self.functions in ([], [EXACT_MATCH]) and self.weights in (None, [1.0])
+
 
 class EnvironmentSection(Section):
     """An environment that the policy talks to over several turns, which rewards it."""
@@ -269,7 +277,7 @@ class CheckpointSection(Section):
     every: int = Field(default=25, ge=1, le=MOST)
     """Steps between two checkpoints."""
     keep_last: int = Field(default=2, ge=1, le=MOST)
-    """Newest checkpoints that are kept; the best, by accuracy, is kept besides."""
+    """Newest checkpoints that are kept; the best, by accuracy or held-out reward, is kept besides."""
     skip_when_full: bool = False
     """Go on without a checkpoint for which the disk has no room. false: the run ends."""
 

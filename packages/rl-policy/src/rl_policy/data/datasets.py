@@ -250,6 +250,8 @@ class ExactMatch:
         ValueError: The pattern is no regular expression, or takes exponentially long.
     """
 
+    is_solved_share = True
+
     def __init__(self, answer_pattern: str | None = None) -> None:
         key = f"reward.answer_pattern={answer_pattern!r}"
         try:

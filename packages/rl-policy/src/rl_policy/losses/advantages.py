@@ -267,7 +267,8 @@ def generalized_advantages(
             sums all rewards.
 
     Returns:
-        Advantages and returns, `[batch, seq]` of the dtype of the rewards, 0 where there is no target.
+        Advantages and returns, `[batch, seq]` of the dtype of the rewards; 0 where there is no
+        target.
     """
     is_target = mask > 0
     # In float64: an error of a value is carried through all tokens before it.

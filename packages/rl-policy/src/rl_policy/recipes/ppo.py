@@ -74,7 +74,7 @@ from rl_policy.recipes.policy_gradient.step import (
 )
 from rl_policy.recipes.sft import SFT, SftSection
 from rl_policy.run.directory import RunState
-from rl_policy.run.evaluation import heldout_accuracy, measuring_a_step
+from rl_policy.run.evaluation import heldout_reward, measuring_a_step, name_score
 from rl_policy.run.flops import DeviceSpeed
 from rl_policy.run.inputs import (
     ProblemInputs,
@@ -399,11 +399,12 @@ class PpoTrainer:
                 )
             if "reward_kl" in estimated:
                 extra["reward_kl"] = estimated.pop("reward_kl")
-        accuracy = None
+        greedy = None
         if is_measured or needs_score:
             record_rollout(self._samples, step, rollout, batch)
             with measuring_a_step():
-                accuracy = self._accuracy(step)
+                greedy = self._heldout_reward(step)
+        accuracy, measured = name_score(greedy, inputs=self._inputs)
         return PpoMetrics(
             step=step,
             accuracy=accuracy,
@@ -427,7 +428,7 @@ class PpoTrainer:
             value_clip_fraction=learnt["value_clip_fraction"],
             **estimated,
             value_s=watch.of("value_s"),
-            extra=extra,
+            extra=extra | measured,
             diagnostics={
                 name: trained[name]
                 for name in DIAGNOSTICS
@@ -469,9 +470,9 @@ class PpoTrainer:
             estimated = add_advantages(batch, rewards, ppo=self._config, loss=self._loss_config)
         return estimated, self._values.train(batch, watch)
 
-    def _accuracy(self, step: int) -> float:
+    def _heldout_reward(self, step: int) -> float:
         moved = self._sampler.after_step(step)
-        return heldout_accuracy(moved, inputs=self._inputs, samples=self._samples, step=step)
+        return heldout_reward(moved, inputs=self._inputs, samples=self._samples, step=step)
 
 
 def add_advantages(

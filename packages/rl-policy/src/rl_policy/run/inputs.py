@@ -22,6 +22,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from rl_policy import backends
 from rl_policy.config import (
     BUILTIN_MODEL,
+    EXACT_MATCH,
     DataSection,
     EnvironmentSection,
     RefitSection,
@@ -40,7 +41,13 @@ from rl_policy.data.datasets import (
     divide_problems,
     read_problems,
 )
-from rl_policy.data.rewards import GivenReward, Reward, RewardFunction, WeightedRewards
+from rl_policy.data.rewards import (
+    GivenReward,
+    Reward,
+    RewardFunction,
+    WeightedRewards,
+    is_solved_share,
+)
 from rl_policy.data.tiny_model import build_tokenizer, tiny_model_config
 from rl_policy.environments.pool import open_pool, probe
 from rl_policy.environments.rollouts import Episode, EpisodePlayer, take_prompt
@@ -60,9 +67,6 @@ if TYPE_CHECKING:
 ItemT = TypeVar("ItemT")
 
 _LOGGER = logging.getLogger(__name__)
-
-EXACT_MATCH = "exact_match"
-"""Among `reward.function`: the reward of a run without functions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +100,11 @@ class ProblemInputs(RunInputs):
     problems: ProblemSets
     reward: Reward
     episodes: EpisodePlayer | None = None
+
+    @property
+    def measures_solved(self) -> bool:
+        """Whether a mean reward is the share of the problems that are solved."""
+        return self.episodes is None and is_solved_share(self.reward)
 
 
 def prepare_inputs(config: RunConfig) -> RunInputs:

@@ -30,7 +30,14 @@ from rl_policy.run.directory import (
 )
 from rl_policy.run.environment import record_environment, recorded_status
 from rl_policy.run.inputs import RunInputs
-from rl_policy.run.metrics import MetricsLog, Phase, RunDisplay, StepMetrics, read_metrics
+from rl_policy.run.metrics import (
+    MetricsLog,
+    Phase,
+    RunDisplay,
+    StepMetrics,
+    find_scores,
+    read_metrics,
+)
 from rl_policy.run.samples import SampleLog
 from rl_policy.run.trackers import TrackedRun, open_trackers
 
@@ -376,7 +383,7 @@ class RunSummary:
 
     Attributes:
         steps: Steps of the recipe.
-        score_name: The column of the score, for example `accuracy`; None if the recipe has none.
+        score_name: The column of the score, `accuracy` or `reward`; None if the recipe has none.
         first_score: The first score that was measured on held-out data; None if none was.
         last_score: The last.
         seconds: Of this call, which may have resumed a run.
@@ -429,11 +436,10 @@ def execute(inputs: RunInputs, directory: RunDirectory, *, display: RunDisplay) 
     if inputs.config.report.at_end:
         _write_report(directory, display)
     rows = read_metrics(directory.metrics)
-    column = recipe.metrics.score_column
-    scores = [row[column] for row in rows if column is not None and row[column] is not None]
+    score_name, scores = find_scores(rows, recipe.metrics.score_column)
     return RunSummary(
         steps=int(rows[-1]["step"] or 0),
-        score_name=column,
+        score_name=score_name,
         first_score=scores[0] if scores else None,
         last_score=scores[-1] if scores else None,
         seconds=perf_counter() - started,
