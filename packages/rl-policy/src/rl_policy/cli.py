@@ -280,7 +280,9 @@ def _prepare(config: RunConfig, directory: RunDirectory, *, is_new: bool) -> Run
     inputs = prepare_inputs(config)
     if is_new:
         directory.create(config)
+        directory.keep_data(inputs.digests())
     else:
+        directory.check_data(inputs.digests(), path=config.data.path)
         directory.write_config(config)
     return inputs
 

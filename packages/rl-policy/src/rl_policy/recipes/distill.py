@@ -59,6 +59,7 @@ from rl_policy.run.inputs import (
     check_vocabulary,
     is_missing_directory,
     prepare_problems,
+    warn_of_repeated,
 )
 from rl_policy.run.machine import check_model_files
 from rl_policy.run.metrics import StepMetrics, mean_metrics
@@ -202,8 +203,11 @@ def prepare_distill(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs
             "a distill.beta below 1"
         )
     if section.teacher is None:
-        return prepare_sft(config, encoder)
-    return prepare_problems(config, encoder)
+        inputs = prepare_sft(config, encoder)
+    else:
+        inputs = prepare_problems(config, encoder)
+    warn_of_repeated(inputs.problems.train)
+    return inputs
 
 
 def run_distill(session: Session[ProblemInputs], model: str) -> None:

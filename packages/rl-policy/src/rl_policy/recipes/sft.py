@@ -41,9 +41,9 @@ from rl_policy.run.evaluation import (
 from rl_policy.run.inputs import (
     ProblemInputs,
     check_language_model,
-    check_rows,
     check_sampling,
     check_schedule,
+    fit_answers,
     prepare_problems,
 )
 from rl_policy.run.metrics import StepMetrics, mean_metrics
@@ -144,13 +144,16 @@ def prepare_sft(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:
     num_validation = 0 if sft.stop_pass_rate is None else config.data.num_validation
     inputs = prepare_problems(config, encoder, num_validation=num_validation, imitates_answers=True)
     key = SFT_PATH if "max_total_sequence_length" in sft.policy else "policy"
-    check_rows(
+    demonstrations = fit_answers(
+        config,
         inputs.problems.demonstrations,
         encoder=encoder,
         limit=sft_policy(config)["max_total_sequence_length"],
         key=f"{key}.max_total_sequence_length",
     )
-    return inputs
+    if demonstrations is inputs.problems.demonstrations:
+        return inputs
+    return replace(inputs, problems=replace(inputs.problems, demonstrations=demonstrations))
 
 
 def run_sft(session: Session[ProblemInputs], model: str) -> None:

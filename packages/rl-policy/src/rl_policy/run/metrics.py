@@ -55,8 +55,8 @@ class StepMetrics:
         extra: Further columns, which only some runs have.
         diagnostics: Numbers for trackers alone.
         score_column: The column that says how good the model is on held-out data, larger being
-            better: the checkpoint with the best is kept, and the summary of a run shows it. In a run
-            without it, `HELDOUT_REWARD` does, if the run has that.
+            better: the checkpoint with the best is kept, and the summary of a run shows it. In its
+            place a run may have `HELDOUT_REWARD`.
         headline: What the progress bar shows, `{shown name: column}`.
     """
 

@@ -44,6 +44,7 @@ from rl_policy.run.inputs import (
     check_schedule,
     prepare_episodes,
     prepare_problems,
+    warn_of_repeated,
 )
 from rl_policy.run.metrics import StepMetrics, mean_metrics
 from rl_policy.run.samplers import Sampler, open_sampler
@@ -159,6 +160,7 @@ def prepare_rollouts(config: RunConfig, encoder: ProblemEncoder) -> ProblemInput
     else:
         has_environment = config.section(EnvironmentSection).function is not None
         inputs = prepare_problems(config, encoder, has_environment=has_environment)
+    warn_of_repeated(inputs.problems.train)
     return prepare_episodes(config, inputs)
 
 
