@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
 import regex
@@ -89,6 +89,11 @@ class Problem:
             return _BYTES_OF_A_CHARACTER * len(repr(self))
         return len(self.prompt.encode()) + len(self.answer.encode())
 
+    @property
+    def answer_bytes(self) -> int:
+        """The bytes of its answer in UTF-8."""
+        return len(self.answer.encode())
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProblemSets:
@@ -142,6 +147,11 @@ class PreferencePair:
     def text_bytes(self) -> int:
         """As that of a `Problem`, of the longer completion."""
         return max(row.text_bytes for row in self.rows)
+
+    @property
+    def answer_bytes(self) -> int:
+        """The bytes of the longer completion in UTF-8."""
+        return max(row.answer_bytes for row in self.rows)
 
     @property
     def rows(self) -> tuple[Problem, Problem]:
@@ -362,8 +372,9 @@ def read_problems(
     """Return the problems of one or several sources.
 
     A row has the text `prompt`, and as `answer` a text, a number, a boolean or a list, of which the
-    text in JSON is the answer. In place of the prompt it may have a conversation: a list of messages as `prompt`, or as `messages`, whose last one is the answer if its role is
-    `assistant`. Further fields become the problem's `columns`.
+    text in JSON is the answer. In place of the prompt it may have a conversation: a list of
+    messages as `prompt`, or as `messages`, whose last one is the answer if its role is `assistant`.
+    Further fields become the problem's `columns`.
 
     Example, in JSON lines:
         {"prompt": "27+35=", "answer": "62"}
@@ -382,8 +393,15 @@ def read_problems(
             and line.
     """
     needed = ("prompt", "answer") if needs_answer else ("prompt",)
+    prompt_name, answer_name = ((columns or {}).get(name, name) for name in ("prompt", "answer"))
 
     def read(row: Row, number: int) -> Problem:
+        fields = row.fields
+        if len(fields) == 2:
+            # Most rows are two plain texts, and there may be millions of them.
+            prompt, answer = fields.get(prompt_name), fields.get(answer_name)
+            if _is_plain(prompt) and _is_plain(answer):
+                return Problem(prompt, answer, {}, (), number, row.place)
         prepared = _prepare_row(row, columns=columns, needed=needed)
         return _problem(prepared, source=number, needs_answer=needs_answer)
 
@@ -438,6 +456,11 @@ def _pair(row: Row, *, source: int) -> PreferencePair:
     if chosen == rejected:
         raise ValueError(f"{row.place}: 'chosen' and 'rejected' are the same text")
     return PreferencePair(text, chosen, rejected, messages, source, row.place)
+
+
+def _is_plain(value: Any) -> TypeGuard[str]:
+    """Return whether a value is a text that needs no further check."""
+    return type(value) is str and value.isascii() and not value.isspace() and value != ""
 
 
 def _read_items(

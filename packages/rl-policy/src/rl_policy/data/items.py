@@ -18,6 +18,7 @@ from datetime import date
 from decimal import Decimal
 from functools import cache
 from itertools import accumulate
+from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
@@ -43,8 +44,15 @@ class Item(Protocol):
         """The most bytes of its texts in UTF-8, with all of a conversation that is shown."""
         ...
 
+    @property
+    def answer_bytes(self) -> int:
+        """The most bytes of its answer in UTF-8."""
+        ...
+
 
 ItemT = TypeVar("ItemT", bound=Item)
+
+_PLAIN = frozenset({str, int, float})
 
 
 class LazyItems(Sequence[ItemT], Generic[ItemT]):
@@ -101,13 +109,21 @@ class ItemFacts:
         keys: `[items]` uint64, a hash of the prompt.
         sources: `[items]` int32, which of several files it is from.
         sizes: `[items]` int32, the most bytes of its texts.
+        answer_sizes: `[items]` int32, the most bytes of its answer.
         contents: `[items]` uint64, a hash of all that it has.
     """
 
     def __init__(
-        self, keys: np.ndarray, sources: np.ndarray, sizes: np.ndarray, contents: np.ndarray
+        self,
+        keys: np.ndarray,
+        sources: np.ndarray,
+        sizes: np.ndarray,
+        answer_sizes: np.ndarray,
+        contents: np.ndarray,
     ) -> None:
-        self.keys, self.sources, self.sizes, self.contents = keys, sources, sizes, contents
+        self.keys, self.sources = keys, sources
+        self.sizes, self.answer_sizes = sizes, answer_sizes
+        self.contents = contents
 
     @classmethod
     def of(cls, items: Iterator[Item], *, total: int) -> ItemFacts:
@@ -117,17 +133,20 @@ class ItemFacts:
             items: Each is read once.
             total: Their number.
         """
-        keys, sources, sizes, contents = array("Q"), array("i"), array("i"), array("Q")
+        keys, sources, contents = array("Q"), array("i"), array("Q")
+        sizes, answer_sizes = array("i"), array("i")
         for item in with_progress(items, total=total, text="Reading the data"):
+            answer_size = item.answer_bytes
             keys.append(prompt_key(item.prompt))
             sources.append(item.source)
             sizes.append(min(item.text_bytes, 2**31 - 1))
+            answer_sizes.append(min(answer_size, 2**31 - 1))
             contents.append(content_key(item))
-        return cls(*(np.array(each) for each in (keys, sources, sizes, contents)))
+        return cls(*map(np.array, (keys, sources, sizes, answer_sizes, contents)))
 
     def select(self, index: np.ndarray) -> ItemFacts:
         """Return those at some indices."""
-        arrays = (self.keys, self.sources, self.sizes, self.contents)
+        arrays = (self.keys, self.sources, self.sizes, self.answer_sizes, self.contents)
         return ItemFacts(*(each[index] for each in arrays))
 
 
@@ -168,13 +187,16 @@ def _hash(content: bytes) -> int:
 
 def content_key(item: Any) -> int:
     """Return a hash of all that an item has, 64 bits; where it was read from is no part of it."""
-    values = [getattr(item, name) for name in _names(type(item))]
+    values = _values_of(type(item))(item)
+    if all(type(value) in _PLAIN or not value for value in values):
+        # Texts and numbers alone, as in most rows: JSON would take several times as long.
+        return _hash(repr(values).encode())
     return _hash(json.dumps(values, sort_keys=True, default=_plain).encode())
 
 
 @cache
-def _names(kind: Any) -> tuple[str, ...]:
-    return tuple(each.name for each in fields(kind) if each.name != "place")
+def _values_of(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
+    return attrgetter(*(each.name for each in fields(kind) if each.name != "place"))
 
 
 def ordered_prompts(keys: np.ndarray, *, seed: int) -> np.ndarray:

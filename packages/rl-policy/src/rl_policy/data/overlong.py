@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,7 @@ def find_overlong(
     *,
     limit: int,
     overhead: int | None,
+    part: Literal["all", "prompt", "answer"] = "all",
 ) -> LongRows:
     """Return the rows that have more tokens than a limit.
 
@@ -41,11 +42,19 @@ def find_overlong(
         limit: Most tokens.
         overhead: Tokens that a row has besides those of its texts. None: not known, and all rows
             are tokenized.
+        part: Which part of a row is measured.
     """
     candidates = np.arange(len(items))
     if isinstance(items, LazyItems) and overhead is not None:
-        margin = overhead + _TOKENS_OF_A_MESSAGE
-        candidates = np.flatnonzero(items.facts.sizes + margin > limit)
+        # An answer is one text, whatever its prompt is.
+        margin = overhead + (0 if part == "answer" else _TOKENS_OF_A_MESSAGE)
+        facts = items.facts
+        sizes = {
+            "all": facts.sizes,
+            "prompt": facts.sizes - facts.answer_sizes,
+            "answer": facts.answer_sizes,
+        }[part]
+        candidates = np.flatnonzero(sizes.astype(np.int64) + margin > limit)
     blocks = with_progress(
         range(0, len(candidates), _AT_A_TIME),
         total=len(candidates),

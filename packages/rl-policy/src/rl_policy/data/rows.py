@@ -414,7 +414,7 @@ def _decode(content: bytes) -> str:
 def _parse(text: str, *, place: str) -> Any:
     try:
         # A byte order mark within a file is of another that was appended to it.
-        return json.loads(text.removeprefix("\ufeff"))
+        return json.loads(text[1:] if text[:1] == "\ufeff" else text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{place}: not JSON: {error.msg} (column {error.colno})") from error
     except RecursionError:

@@ -473,7 +473,7 @@ def _fit_prompts(
     def fit(rows: Sequence[Problem]) -> Sequence[Problem]:
         if not rows:
             return rows
-        long_rows = find_overlong(rows, measure, limit=limit, overhead=overhead)
+        long_rows = find_overlong(rows, measure, limit=limit, overhead=overhead, part="prompt")
         if mode == "drop":
             return drop_overlong(rows, long_rows, describe=describe)
         if mode == "error" or limit < 1:
@@ -662,7 +662,10 @@ def _check_answers(
     def measure(items: Sequence[Problem]) -> list[int]:
         return [len(each) for each in encoder.answer_tokens(items)]
 
-    for index, length in find_overlong(problems, measure, limit=new, overhead=_overhead(encoder)):
+    overhead = len(encoder.answer_tokens([Problem("a", "a")])[0])
+    for index, length in find_overlong(
+        problems, measure, limit=new, overhead=overhead, part="answer"
+    ):
         problem = problems[index]
         place = f"{problem.place}: " if problem.place else ""
         raise ValueError(

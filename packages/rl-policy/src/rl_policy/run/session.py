@@ -302,6 +302,7 @@ def run_loop(
     ):
         if state.is_new and eval_at_start:
             state = _record(trainer, state, trainer.measure_start(), log=log, phase=phase)
+        can_return = policy.keep_random_state()
         while state.step < num_steps and not state.is_done:
             step = state.step + 1
             is_saved = step % every == 0 or step == num_steps
@@ -312,9 +313,10 @@ def run_loop(
                     needs_score=is_saved,
                 )
             except RewardError as error:
-                # What was trained is whole: it is for the reward alone to be mended. But weights
-                # after a step that is not recorded are not those of the state.
-                if state.step > saved and not error.policy_has_changed:
+                # The policy is that of the last recorded step, unless this step has trained it.
+                # With the random state of then, the resumed run samples the same again.
+                if state.step > saved and can_return and not error.policy_has_changed:
+                    policy.restore_random_state()
                     log.sync()
                     _save_if_there_is_room(session, policy, state, save_also)
                 raise
@@ -324,6 +326,7 @@ def run_loop(
                 log.sync()
                 _save_if_there_is_room(session, policy, state, save_also)
                 saved = state.step
+            policy.keep_random_state()
     save_final(session, policy)
 
 
