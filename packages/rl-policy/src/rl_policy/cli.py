@@ -38,8 +38,8 @@ Overrides = Annotated[
     typer.Argument(
         metavar="[MODEL] SECTION.KEY=VALUE",
         help="The model's directory or name, and configuration, over that of the file; texts "
-        "are taken literally, other values are YAML. For example DIR policy.train_global_batch_size=32 data.path=problems.jsonl. "
-        "--show-config lists the keys.",
+        "are taken literally, other values are YAML. For example DIR "
+        "policy.train_global_batch_size=32 data.path=problems.jsonl. --show-config lists the keys.",
         show_default="none",
     ),
 ]
