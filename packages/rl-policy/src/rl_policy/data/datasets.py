@@ -24,6 +24,7 @@ from rl_policy.data.items import (
     digest_items,
     first_rows,
     frozen,
+    is_among,
     keys_of,
     ordered_prompts,
     prompt_key,
@@ -115,13 +116,13 @@ class ProblemSets:
     def __post_init__(self) -> None:
         """Check that what is measured is not trained on."""
         train, heldout, validation = (
-            np.unique(keys_of(each)) for each in (self.train, self.heldout, self.validation)
+            keys_of(each) for each in (self.train, self.heldout, self.validation)
         )
-        assert not np.isin(heldout, train).any()
-        assert not np.isin(validation, train).any()
-        assert not np.isin(validation, heldout).any()
+        assert not is_among(train, heldout).any()
+        assert not is_among(train, validation).any()
+        assert not is_among(heldout, validation).any()
         if self.demonstrations is not self.train:
-            assert np.isin(keys_of(self.demonstrations), train).all()
+            assert is_among(keys_of(self.demonstrations), train).all()
 
     def digests(self) -> dict[str, str]:
         """Return a digest of the rows of each set, with their number."""
@@ -599,7 +600,7 @@ def divide_problems(
             f"these, such as data.num_heldout={default}, or name another file by data.heldout_path"
         )
     validation = prompts[first : first + num_validation]
-    train = select(problems, np.flatnonzero(~np.isin(keys, prompts[: first + num_validation])))
+    train = select(problems, np.flatnonzero(~is_among(keys, prompts[: first + num_validation])))
     if heldout is None:
         heldout = select(problems, first_rows(keys, prompts[:first]))
     else:
@@ -649,7 +650,7 @@ def divide_pairs(
             f"leaves none to train on: set a part of these, such as {default}, or name another "
             "file by data.heldout_path"
         )
-    is_measured = np.isin(keys, prompts[:num_heldout])
+    is_measured = is_among(keys, prompts[:num_heldout])
     return PairSets(
         train=select(pairs, np.flatnonzero(~is_measured)),
         heldout=select(pairs, np.flatnonzero(is_measured)),

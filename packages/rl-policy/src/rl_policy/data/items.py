@@ -188,10 +188,11 @@ def _hash(content: bytes) -> int:
 def content_key(item: Any) -> int:
     """Return a hash of all that an item has, 64 bits; where it was read from is no part of it."""
     values = _values_of(type(item))(item)
-    if all(type(value) in _PLAIN or not value for value in values):
-        # Texts and numbers alone, as in most rows: JSON would take several times as long.
-        return _hash(repr(values).encode())
-    return _hash(json.dumps(values, sort_keys=True, default=_plain).encode())
+    for value in values:
+        if value and type(value) not in _PLAIN:
+            return _hash(json.dumps(values, sort_keys=True, default=_plain).encode())
+    # Texts and numbers alone, as in most rows: JSON would take several times as long.
+    return _hash(repr(values).encode())
 
 
 @cache
@@ -213,6 +214,18 @@ def ordered_prompts(keys: np.ndarray, *, seed: int) -> np.ndarray:
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return distinct[np.argsort(mixed ^ (mixed >> np.uint64(31)))]
+
+
+def is_among(keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Return which keys are among some others, `[keys]` bool.
+
+    `np.isin` sorts all keys, which takes seconds for millions.
+    """
+    if not len(wanted):
+        return np.zeros(len(keys), dtype=bool)
+    ordered = np.sort(wanted)
+    places = np.searchsorted(ordered, keys).clip(max=len(ordered) - 1)
+    return ordered[places] == keys
 
 
 def first_rows(keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:

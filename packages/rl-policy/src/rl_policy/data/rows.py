@@ -251,7 +251,9 @@ def with_progress(
     console = Console(stderr=True)
     if not console.is_terminal:
         _LOGGER.warning("%s: %d rows", text, total)
-    with Progress(console=console, transient=True) as progress:
+        yield from items
+        return
+    with Progress(console=console, transient=True, refresh_per_second=2) as progress:
         task = progress.add_task(text, total=total)
         for count, item in enumerate(items, start=1):
             yield item
