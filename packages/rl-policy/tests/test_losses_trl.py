@@ -132,7 +132,7 @@ def test_leave_one_out_with_kl_in_the_reward_is_that_of_trl():
     ours = group_relative_advantages(
         rewards - penalty, group_size=TRL["group_size"], leave_one_out=True, divide_by_std=False
     )
-    expected = torch.tensor(TRL["rloo"]["advantages"])
+    expected = torch.tensor(TRL["rloo"]["advantages"], dtype=ours.dtype)
     torch.testing.assert_close(ours, expected, rtol=REPEATED, atol=ELEMENTWISE)
 
 

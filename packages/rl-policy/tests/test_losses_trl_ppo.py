@@ -54,8 +54,8 @@ def test_rewards_with_a_penalty_at_each_token_are_those_of_trl():
     torch.testing.assert_close(rewards, data["rewards"], **TOLERANCE)
     assert scores.abs().min() > 1e-3
     advantages, returns = estimate(rewards, case)
-    torch.testing.assert_close(advantages, column(case["raw_advantages"]).float(), **TOLERANCE)
-    torch.testing.assert_close(returns, data["returns"].float(), **TOLERANCE)
+    torch.testing.assert_close(advantages, column(case["raw_advantages"]), **TOLERANCE)
+    torch.testing.assert_close(returns, data["returns"], **TOLERANCE)
 
 
 @pytest.mark.parametrize("name", TRL["cases"])
@@ -65,8 +65,8 @@ def test_advantages_and_returns_are_those_of_trl(name):
     advantages, returns = estimate(data["rewards"], case)
     is_value = column(case["is_value"])
     expected = column(case["raw_advantages"]) * is_value
-    torch.testing.assert_close(advantages, expected.float(), **TOLERANCE)
-    torch.testing.assert_close(returns, (data["returns"] * is_value).float(), **TOLERANCE)
+    torch.testing.assert_close(advantages, expected, **TOLERANCE)
+    torch.testing.assert_close(returns, data["returns"] * is_value, **TOLERANCE)
 
 
 @pytest.mark.parametrize("name", TRL["cases"])
@@ -76,7 +76,7 @@ def test_whitened_advantages_are_those_of_trl(name):
     std = raw[mask > 0].std()
     # TRL adds 1e-8 to the variance.
     ours = whiten(raw, mask, correction=1) * float((std + STD_EPSILON) / (std**2 + 1e-8).sqrt())
-    torch.testing.assert_close(ours, column(case["batch"]["advantages"]).float(), **TOLERANCE)
+    torch.testing.assert_close(ours, column(case["batch"]["advantages"]), **TOLERANCE)
 
 
 @pytest.mark.parametrize("name", TRL["cases"])

@@ -449,6 +449,18 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         section = self.config[f"{self._backend.name}_cfg"]
         self._is_save_pending = section.get("async_checkpoint", False)
 
+    def keep_random_state(self) -> bool:
+        """Remember the random state for `restore_random_state`; return whether the backend can."""
+        names = ("keep_random_state", "restore_random_state")
+        if not all(hasattr(self._backend.worker_class, name) for name in names):
+            return False
+        self._group.run_all("keep_random_state")
+        return True
+
+    def restore_random_state(self) -> None:
+        """Return to the random state that was kept last: what was sampled since is forgotten."""
+        self._group.run_all("restore_random_state")
+
     def load_checkpoint(
         self, weights_path: PathLike, optimizer_path: PathLike | None = None
     ) -> None:

@@ -538,8 +538,12 @@ class LossCounts:
 
     @property
     def divisors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The counts as a loss divides by them: at least 1, so that an empty batch has loss 0."""
-        return self.valid_seqs.clamp(min=1), self.valid_toks.clamp(min=1)
+        """The counts as a loss divides by them; 1 for an empty batch, which then has loss 0.
+
+        Fractional masks may have a count below 1.
+        """
+        seqs, toks = self.valid_seqs, self.valid_toks
+        return torch.where(seqs > 0, seqs, 1.0), torch.where(toks > 0, toks, 1.0)
 
     @property
     def is_empty(self) -> bool:

@@ -211,6 +211,7 @@ class EngineWorker:
             self._data_rank = dist.get_rank(info.data_group)
             # The same seed for all ranks that hold the same rows: they must sample the same tokens.
             self._random = RandomState(self._settings.seed + self._data_rank, device=info.device)
+            self._kept_random_state: dict[str, torch.Tensor] | None = None
             # Before `weights_path` is loaded: the reference has the weights of `model_name`.
             self._reference = self._engine.keep_reference() if init_reference_model else None
             self._residency = Residency(has_optimizer=self._engine.optimizer is not None)
@@ -764,6 +765,15 @@ class EngineWorker:
     def _require_optimizer(self, optimizer_path: str | None, *, to: str) -> None:
         if optimizer_path is not None and self._engine.optimizer is None:
             raise ValueError(f"optimizer_path={optimizer_path!r}: there is no optimizer to {to}")
+
+    def keep_random_state(self) -> None:
+        """Remember the random state for `restore_random_state`."""
+        self._kept_random_state = self._random.state_dict()
+
+    def restore_random_state(self) -> None:
+        """Return to the random state that was kept last, or stay if none was."""
+        if self._kept_random_state is not None:
+            self._random.load_state_dict(self._kept_random_state)
 
     def _random_state_of_rank(self) -> RankRandomState:
         return RankRandomState(

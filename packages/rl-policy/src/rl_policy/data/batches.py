@@ -48,6 +48,10 @@ class ProblemEncoder:
         self._stop_strings = tuple(stop_strings)
         self.tokenizer = tokenizer
         self._use_chat_template = use_chat_template
+        self.max_prompt_tokens: int | None = None
+        """Most tokens of a prompt in `prompt_batch`, which keeps its last ones. None: any."""
+        self.max_row_tokens: int | None = None
+        """Most tokens of a row in `answer_batch`, which keeps its first ones. None: any."""
 
     def check_template(self) -> None:
         """Raise `ValueError` unless the chat template, if it is used, renders prompts."""
@@ -156,7 +160,10 @@ class ProblemEncoder:
 
     def prompt_batch(self, problems: Sequence[Problem]) -> Batch:
         """Return `input_ids` `[batch, seq]` and `input_lengths` `[batch]` of the prompts."""
-        return self.token_batch(self.prompt_tokens(problems))
+        rows = self.prompt_tokens(problems)
+        if self.max_prompt_tokens is not None:
+            rows = [row[-self.max_prompt_tokens :] for row in rows]
+        return self.token_batch(rows)
 
     def token_batch(self, rows: Sequence[Sequence[int]]) -> Batch:
         """Return `input_ids` `[batch, seq]` and `input_lengths` `[batch]` of rows of tokens."""
@@ -165,7 +172,8 @@ class ProblemEncoder:
     def answer_batch(self, problems: Sequence[Problem]) -> Batch:
         """Return prompts with their answers, the tokens of the answers being the targets."""
         prompts, answers = self.prompt_tokens(problems), self.answer_tokens(problems)
-        rows = self._pad([prompt + answer for prompt, answer in zip(prompts, answers, strict=True)])
+        tokens = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+        rows = self._pad([row[: self.max_row_tokens] for row in tokens])
         prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
         masks = target_masks(rows["input_ids"], prompt_lengths, rows["input_lengths"])
         return BatchedDataDict({**rows, **masks})
@@ -280,7 +288,7 @@ def completion_batch(
     Args:
         generated: What `Policy.generate` returned, `[batch, seq]`; or episodes, which have their
             own `token_mask` and `sample_mask`.
-        advantages: `[batch]` float32; every token of a completion gets that of its completion.
+        advantages: `[batch]`, any float; every token of a completion gets that of its completion.
             None: the batch has none yet.
     """
     ends = generated["unpadded_sequence_lengths"]
@@ -296,7 +304,8 @@ def completion_batch(
     if "routed_experts" in generated:
         columns["routed_experts"] = generated["routed_experts"]
     if advantages is not None:
-        columns["advantages"] = advantages[:, None].expand(columns["input_ids"].shape).contiguous()
+        tokens = advantages.float()[:, None].expand(columns["input_ids"].shape)
+        columns["advantages"] = tokens.contiguous()
     return BatchedDataDict({**columns, **masks})
 
 

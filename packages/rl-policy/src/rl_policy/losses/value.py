@@ -84,7 +84,7 @@ class ValueLoss:
                 f"{tuple(next_token_logits.shape)}: set policy.head='value'"
             )
         mask = target_mask(data)
-        values = next_token_logits[:, :-1]
+        values = torch.where(mask > 0, next_token_logits[:, :-1], 0.0)
         returns = target_column(data, "returns", values)
         # Masked first: beyond the targets a return may be anything, and so would be the gradient.
         cost = masked_difference(values, returns, mask) ** 2
