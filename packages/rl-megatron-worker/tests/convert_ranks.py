@@ -69,7 +69,7 @@ def logits(*, path, sequences):
         with runtime.scope():
             rows = PackedRows.of(edges, max_seqlen=max(lengths), group=group)
             hidden = run_chunk(chunks[0], torch.cat(sequences), rows)
-            return TokenHead(chunk=chunks[0], temperature=1.0).logits(hidden).split(lengths)
+            return TokenHead(chunk=chunks[0]).logits(hidden).split(lengths)
 
 
 def load_and_gather(*, paths, layout, dtype=torch.float32, wire_dtype=torch.float32, ddp=False):

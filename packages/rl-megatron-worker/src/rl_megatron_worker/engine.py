@@ -325,7 +325,7 @@ class MegatronEngine:
         self._schedule = Schedule(chunks=self.model, runtime=self.runtime, routes=self._routes)
         self._head = None
         if self._schedule.is_last_stage:
-            self._head = TokenHead(chunk=self.model[-1], temperature=config.temperature)
+            self._head = TokenHead(chunk=self.model[-1])
         self.optimizer = None
         if optimizer is not None:
             self.optimizer = Trainer(

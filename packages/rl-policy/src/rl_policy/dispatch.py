@@ -87,14 +87,13 @@ class Dispatcher:
     Args:
         config: A resolved policy config.
         data_parallel: Data-parallel ranks.
-        pad_token_id: The tokenizer's padding token, by which left padding is detected. None: none.
+        pad_token_id: Not used, as padding follows from `input_lengths`.
     """
 
     def __init__(
-        self, config: Mapping[str, Any], *, data_parallel: int, pad_token_id: int | None
+        self, config: Mapping[str, Any], *, data_parallel: int, pad_token_id: int | None = None
     ) -> None:
         self._data_parallel = data_parallel
-        self._pad_token_id = pad_token_id
         self._max_length: int | None = config.get("max_total_sequence_length")
         self._global_batch_size: int = config["train_global_batch_size"]
         self._micro_batch_size: int = config["train_micro_batch_size"]
@@ -183,7 +182,7 @@ class Dispatcher:
 
     def check_rows(self, data: BatchedDataDict) -> None:
         """Raise `ValueError`, naming key, row and numbers, unless every row can be scored."""
-        check_scoring_batch(data, pad_token_id=self._pad_token_id)
+        check_scoring_batch(data)
         self._check_extent(data)
 
     def _plan(
@@ -253,7 +252,6 @@ class Dispatcher:
                 )
         check_training_batch(
             data,
-            pad_token_id=self._pad_token_id,
             needs_token_mask=loss_fn.loss_type is LossType.TOKEN_LEVEL,
         )
         self._check_extent(data)

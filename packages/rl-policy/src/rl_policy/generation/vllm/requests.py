@@ -31,7 +31,6 @@ _SEED_BYTES = 7  # of 8: an int64 without its sign bit
 def check_prompts(
     data: BatchedDataDict[GenerationDatumSpec],
     *,
-    pad_token_id: int | None,
     max_length: int,
     vocab_size: int,
 ) -> None:
@@ -39,23 +38,17 @@ def check_prompts(
 
     Args:
         data: See `GenerationDatumSpec`.
-        pad_token_id: The tokenizer's padding token, by which left padding is detected.
         max_length: Most tokens per row, prompt and completion.
         vocab_size: Size of the model's vocabulary.
 
     Raises:
         ValueError: Names the key, the row and the numbers.
     """
-    check_scoring_batch(data, pad_token_id=pad_token_id)
+    check_scoring_batch(data, vocab_size=vocab_size)
     if not data.size:
         raise ValueError("'input_ids' has no rows")
     limit = f"{max_length} tokens (generation.vllm_cfg.max_model_len, or the model's own)"
     check_room(data, longest=max_length, limit=limit)
-    highest = int(data["input_ids"].max())
-    if highest >= vocab_size:
-        raise ValueError(
-            f"'input_ids' holds the token {highest}: the model has {vocab_size} tokens"
-        )
 
 
 def row_seeds(num_rows: int, *, seed: int, weight_version: int, call: int) -> torch.Tensor:
