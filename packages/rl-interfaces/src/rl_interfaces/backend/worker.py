@@ -17,6 +17,7 @@ from rl_batched_data import BatchedDataDict
 from rl_interfaces.backend.accumulation import CountProbe, PendingGradients
 from rl_interfaces.backend.checkpoint.checkpointer import Checkpointer, RankRandomState
 from rl_interfaces.backend.checkpoint.hf_files import write_hf_directory
+from rl_interfaces.backend.end_tokens import end_token_ids, num_token_ids
 from rl_interfaces.backend.engine import Engine, ForwardOutput, OptimizerStep, Scored, Tensors
 from rl_interfaces.backend.generation import (
     SamplingConfig,
@@ -206,6 +207,12 @@ class EngineWorker:
             )
             leaving.callback(self._engine.close)
             info = self._engine.info
+            self._end_token_ids = end_token_ids(
+                resolved["model_name"],
+                tokenizer,
+                trust_remote_code=resolved["trust_remote_code"],
+            )
+            self._num_token_ids = num_token_ids(tokenizer)
             # Raises if the config's batch does not divide; only the engine knows the group.
             self._rows_per_rank(None)
             self._data_rank = dist.get_rank(info.data_group)
@@ -685,6 +692,8 @@ class EngineWorker:
                 sampling=sampling,
                 greedy=greedy,
                 tokenizer=self._tokenizer,
+                end_token_ids=self._end_token_ids,
+                num_token_ids=self._num_token_ids,
                 generator=generator,
                 max_total_length=longest,
                 device=self._engine.info.device,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from rl_interfaces import AdapterSendingWorker
 from rl_interfaces.backend.checkpoint.hf_files import cannot_be_loaded
+from rl_interfaces.backend.end_tokens import end_token_ids
 from rl_interfaces.backend.generation import SamplingConfig
 from rl_interfaces.backend.torch_optim import check_schedule_length, parse_scheduler
 from rl_interfaces.config.schema import check_typed_dict
@@ -127,10 +128,15 @@ def load_encoder(config: RunConfig) -> ProblemEncoder:
     tokenizer = _load_tokenizer(config)
     _check_tokens(config, tokenizer)
     generation: Settings = config.policy.get("generation") or {}
+    ends = end_token_ids(
+        None if config.has_builtin_model else config.policy["model_name"],
+        tokenizer,
+        trust_remote_code=config.policy["trust_remote_code"],
+    )
     return ProblemEncoder(
         tokenizer,
         use_chat_template=config.data.use_chat_template,
-        stop_token_ids=generation.get("stop_token_ids", ()),
+        stop_token_ids=(*ends, *generation.get("stop_token_ids", ())),
         stop_strings=generation.get("stop_strings", ()),
     )
 

@@ -14,7 +14,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, cached_file
 
 from rl_interfaces.backend.runtime import failing_together
 
@@ -58,6 +58,18 @@ def cannot_be_loaded(key: str, name: str, error: Exception, *, part: str = "") -
             f"directory, or a name of the hub or its cache. {error}"
         )
     return f"{key}={name!r} {f'has {part} that ' if part else ''}cannot be loaded: {error}"
+
+
+def generation_config_file(model_name: str) -> Path | None:
+    """Return the path of a model's generation_config.json; None if it has none."""
+    found = cached_file(
+        model_name,
+        GENERATION_CONFIG_NAME,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else Path(found)
 
 
 def write_config(config: PreTrainedConfig, directory: Path) -> None:
