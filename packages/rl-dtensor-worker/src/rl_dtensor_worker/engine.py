@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from rl_interfaces import ResidencyState
 from rl_interfaces.backend.checkpoint.checkpointer import FileWriters, TensorFormat
-from rl_interfaces.backend.checkpoint.hf_files import write_config
+from rl_interfaces.backend.checkpoint.hf_files import saved_dtype, write_config
 from rl_interfaces.backend.checkpoint.optimizer_state import TrainState
 from rl_interfaces.backend.components import ReferenceCopy, move_optimizer_state
 from rl_interfaces.backend.engine import EngineInfo, HfExport, Scored, module_mode
@@ -115,6 +115,7 @@ class DTensorEngine:
         self._model_buffers = OffloadBuffers()
         self._optimizer_buffers = OffloadBuffers()
         with ExitStack() as leaving:
+            self._saved_dtype = saved_dtype(self.config.model_name, load_model_config(self.config))
             model = empty_model(self.config)
             self._sharding = choose_sharding(
                 self.config.layout,
@@ -276,7 +277,7 @@ class DTensorEngine:
         """See `Engine.export`; names are those of the checkpoint that was loaded."""
         device = next(self.model.parameters()).device
         source = ModelWeights(
-            self.model, wire_dtype=torch.float32, group=self.meshes.shards, device=device
+            self.model, wire_dtype=self._saved_dtype, group=self.meshes.shards, device=device
         )
         return HfExport(
             write_config=self._write_config,
@@ -440,10 +441,7 @@ class DTensorEngine:
         if not self.config.model_dropout:
             rates = disable_dropout(load_model_config(self.config), head=self.config.head)
         with dropout_restored(self.model.config, rates):
-            # Without tensors: the config, the generation config and the code of a remote model.
-            self.model.save_pretrained(directory, state_dict={})
-            # And the config once more, with the dtype of the exported weights.
-            write_config(self.model.config, directory)
+            write_config(self.model.config, directory, dtype=self._saved_dtype, model=self.model)
 
 
 def move_model(model: nn.Module, device: torch.device, buffers: OffloadBuffers) -> None:

@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
-from rl_interfaces.backend.checkpoint.hf_files import generation_config_file
+from rl_interfaces.backend.checkpoint.hf_files import model_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,7 +49,7 @@ def _declared(model_name: str, *, trust_remote_code: bool) -> Iterator[int]:
     except (OSError, ValueError):
         # The model of another backend need not be one of transformers.
         return
-    path = generation_config_file(model_name)
+    path = model_file(model_name, GENERATION_CONFIG_NAME)
     if path is None:
         # transformers makes one of the config, with the defaults of its class.
         for each in (config, config.get_text_config()):

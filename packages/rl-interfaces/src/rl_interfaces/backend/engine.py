@@ -164,7 +164,7 @@ class HfExport:
     write_config: Callable[[Path], None]
     """Writes the config files into a directory; called on rank 0 only."""
     source: GatheredSource
-    """The weights in float32, under the names of the checkpoint."""
+    """The weights in the dtype of the model that was loaded, under the names of its checkpoint."""
     groups: Sequence[Sequence[str]] | None = None
     """Names that are gathered together and share a file; None: each tensor by itself."""
 

@@ -16,7 +16,7 @@ from rl_batched_data import BatchedDataDict
 
 from rl_interfaces.backend.accumulation import CountProbe, PendingGradients
 from rl_interfaces.backend.checkpoint.checkpointer import Checkpointer, RankRandomState
-from rl_interfaces.backend.checkpoint.hf_files import write_hf_directory
+from rl_interfaces.backend.checkpoint.hf_files import read_kept_files, write_hf_directory
 from rl_interfaces.backend.end_tokens import end_token_ids, num_token_ids
 from rl_interfaces.backend.engine import Engine, ForwardOutput, OptimizerStep, Scored, Tensors
 from rl_interfaces.backend.generation import (
@@ -213,6 +213,8 @@ class EngineWorker:
                 trust_remote_code=resolved["trust_remote_code"],
             )
             self._num_token_ids = num_token_ids(tokenizer)
+            # Now, as the model's files may be gone when an export is written.
+            self._kept_files = read_kept_files(resolved["model_name"])
             # Raises if the config's batch does not divide; only the engine knows the group.
             self._rows_per_rank(None)
             self._data_rank = dist.get_rank(info.data_group)
@@ -780,7 +782,9 @@ class EngineWorker:
         self._checkpointer.finish()
 
     def save_hf_checkpoint(self, path: str, max_file_bytes: int = _MAX_FILE_BYTES) -> None:
-        """Write a directory that `AutoModelForCausalLM.from_pretrained` loads, in float32.
+        """Write a directory that `from_pretrained` loads like the model that was loaded.
+
+        Its weights have the dtype of that model, and its generation config is the same.
 
         Args:
             path: The directory.
@@ -793,7 +797,11 @@ class EngineWorker:
         """
         with self._checkpointer.replacing(path) as directory:
             write_hf_directory(
-                self._engine.export(), self._tokenizer, directory, max_file_bytes=max_file_bytes
+                self._engine.export(),
+                self._tokenizer,
+                directory,
+                max_file_bytes=max_file_bytes,
+                kept_files=self._kept_files,
             )
 
     def _require_optimizer(self, optimizer_path: str | None, *, to: str) -> None:
