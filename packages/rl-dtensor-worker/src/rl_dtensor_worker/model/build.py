@@ -11,6 +11,7 @@ import torch.distributed as dist
 from rl_interfaces.backend.checkpoint.hf_files import (
     SafetensorsFiles,
     auto_class,
+    check_finite,
     find_checkpoint,
     take,
 )
@@ -456,12 +457,15 @@ def _load_on_first_rank(
     with failing_together():
         if dist.get_rank() > 0:
             return None
-        return auto_class(config.head, model.config).from_pretrained(
+        pretrained = auto_class(config.head, model.config).from_pretrained(
             config.model_name,
             config=model.config,
             dtype=torch.float32,
             trust_remote_code=config.trust_remote_code,
         )
+        for name, parameter in pretrained.named_parameters():
+            check_finite(name, parameter.detach(), where=path)
+        return pretrained
 
 
 def _broadcast_weights(model: PreTrainedModel, pretrained: PreTrainedModel | None) -> None:

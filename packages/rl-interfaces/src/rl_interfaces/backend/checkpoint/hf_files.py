@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -258,7 +259,16 @@ class SafetensorsFiles:
         return self._shapes[name]
 
     def read(self, name: str, indices: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
-        """Return a tensor in its stored dtype, or the elements at ascending `indices` per dim."""
+        """Return a tensor in its stored dtype, or the elements at ascending `indices` per dim.
+
+        Raises:
+            ValueError: A value is not finite; names the tensor and its file.
+        """
+        tensor = self._read(name, indices)
+        check_finite(name, tensor, where=self._paths[name])
+        return tensor
+
+    def _read(self, name: str, indices: Sequence[torch.Tensor] | None) -> torch.Tensor:
         file = self._file_of(name)
         if indices is None or not indices:
             return file.get_tensor(name)
@@ -299,6 +309,26 @@ class SafetensorsFiles:
             # Kept open: each opening parses the header of the file again.
             self._open[path] = safe_open(path, framework="pt").__enter__()
         return self._open[path]
+
+
+def check_finite(name: str, tensor: torch.Tensor, *, where: str) -> None:
+    """Raise `ValueError` if a weight is NaN or infinite: every score of its model would be NaN.
+
+    Args:
+        name: The tensor's name.
+        tensor: Its values. Those of 8-bit floats are not checked.
+        where: Its file.
+    """
+    if not tensor.is_floating_point() or tensor.dtype.itemsize == 1 or not tensor.numel():
+        return
+    # Both are NaN if a value is; nothing of the tensor's size is allocated.
+    lowest, highest = (float(each) for each in tensor.aminmax())
+    if not (math.isfinite(lowest) and math.isfinite(highest)):
+        wrong = highest if math.isnan(highest) or math.isinf(highest) else lowest
+        raise ValueError(
+            f"the weights are not finite: {name!r} in {where} has the value {wrong}. The model was "
+            "broken when it was saved: take another checkpoint of it"
+        )
 
 
 def take(tensor: torch.Tensor, indices: Sequence[torch.Tensor]) -> torch.Tensor:
