@@ -32,6 +32,7 @@ from rl_dtensor_worker.model.build import build_model, empty_model
 from rl_dtensor_worker.model.dropout import disable_dropout, dropout_restored
 from rl_dtensor_worker.model.lora import (
     adapters_disabled,
+    adapters_of,
     check_adapter_config,
     save_adapter_config,
 )
@@ -230,12 +231,21 @@ class DTensorEngine:
                 yield f"{name}{_shard_suffix(parameter)}", local_tensor(parameter)
 
     def keep_reference(self) -> Callable[[], AbstractContextManager[None]] | None:
-        """See `Engine.keep_reference`; with adapters the reference is the model without them."""
-        if self.config.adapters is not None:
-            # Disabling adapters does not undo the training of a score layer beside them.
-            is_language_model = self.config.head == "language_model"
-            return (lambda: adapters_disabled(self.model)) if is_language_model else None
-        reference = ReferenceCopy(self._local_state, dtypes=self._dtypes_in_forward())
+        """See `Engine.keep_reference`.
+
+        With new adapters it is the model without them, and takes no copy. Adapters that were loaded
+        are copied, as the model starts with them.
+        """
+        adapters = self.config.adapters
+        if adapters is not None and self.config.head != "language_model":
+            return None
+        if adapters is not None and adapters.adapter_path is None:
+            return lambda: adapters_disabled(self.model)
+        if adapters is None:
+            reference = ReferenceCopy(self._local_state, dtypes=self._dtypes_in_forward())
+        else:
+            # What is frozen is the same in the reference.
+            reference = ReferenceCopy(self._local_adapters)
 
         @contextmanager
         def swapped_in() -> Generator[None, None, None]:
@@ -422,6 +432,10 @@ class DTensorEngine:
 
     def _local_state(self) -> list[torch.Tensor]:
         return [local_tensor(tensor) for tensor in persistent_state(self.model).values()]
+
+    def _local_adapters(self) -> list[torch.Tensor]:
+        trained = adapters_of(dict(self.model.named_parameters()))
+        return [local_tensor(tensor) for tensor in trained.values()]
 
     def _dtypes_in_forward(self) -> list[torch.dtype]:
         """Return what each tensor of `_local_state` is cast to in a forward.

@@ -44,6 +44,26 @@ class TokenBudget:
     dynamic_batching_args: DynamicBatchingArgs | None = None
     sequence_packing_args: SequencePackingArgs | None = None
 
+    @property
+    def tokens(self) -> int:
+        """The most tokens of a micro-batch, padding included."""
+        arguments = self.dynamic_batching_args or self.sequence_packing_args
+        assert arguments is not None, "a budget is of one of both"
+        return arguments["max_tokens_per_microbatch"]
+
+    @property
+    def multiple(self) -> int:
+        """What the length of each row is rounded up to."""
+        if self.dynamic_batching_args is not None:
+            return self.dynamic_batching_args.get("sequence_length_round", 1)
+        assert self.sequence_packing_args is not None, "a budget is of one of both"
+        return self.sequence_packing_args.get("sequence_length_pad_multiple", 1)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows share a sequence, so that their own lengths add up."""
+        return self.sequence_packing_args is not None
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any], budget: str) -> TokenBudget | None:
         """Return the budget of a resolved policy config; None if micro-batches have fixed sizes.

@@ -52,6 +52,7 @@ from rl_policy.generation.vllm.config import (
 )
 from rl_policy.generation.vllm.quantized import block_fp8_tensors
 from rl_policy.recipes import find_recipe
+from rl_policy.run.limits import check_data, check_policies
 from rl_policy.run.machine import check_devices, check_model_files, model_config
 from rl_policy.run.trackers import check_trackers
 
@@ -112,9 +113,12 @@ def prepare_inputs(config: RunConfig) -> RunInputs:
     check_model_files(config.policy)
     encoder = load_encoder(config)
     encoder.check_template()
-    _check_backend(config, recipe.policies(config))
+    policies = recipe.policies(config)
+    _check_backend(config, policies)
+    check_policies(policies)
     # After the backend, as it reads files of any size.
     inputs = recipe.prepare(config, encoder)
+    check_data(config, inputs)
     check_engines(config)
     return inputs
 
