@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -116,7 +117,8 @@ class DTensorEngine:
         self._model_buffers = OffloadBuffers()
         self._optimizer_buffers = OffloadBuffers()
         with ExitStack() as leaving:
-            self._saved_dtype = saved_dtype(self.config.model_name, load_model_config(self.config))
+            self._loaded_config = load_model_config(self.config)
+            self._saved_dtype = saved_dtype(self.config.model_name, self._loaded_config)
             model = empty_model(self.config)
             self._sharding = choose_sharding(
                 self.config.layout,
@@ -450,10 +452,9 @@ class DTensorEngine:
         ]
 
     def _write_config(self, directory: Path) -> None:
+        loaded = copy.deepcopy(self._loaded_config)
         # The rates that this worker has set to 0 belong to the model all the same.
-        rates = {}
-        if not self.config.model_dropout:
-            rates = disable_dropout(load_model_config(self.config), head=self.config.head)
+        rates = {} if self.config.model_dropout else disable_dropout(loaded, head=self.config.head)
         with dropout_restored(self.model.config, rates):
             write_config(self.model.config, directory, dtype=self._saved_dtype, model=self.model)
 
