@@ -1,6 +1,7 @@
 """Sizes that a run has to keep are refused before it starts, by key, numbers and row."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -135,3 +136,20 @@ def test_tokens_that_the_model_does_not_have(names, recipe, row):
         prepare(recipe, names, model="added", row=row, **head(recipe))
     # A token that no row has is fine.
     prepare(recipe, names, model="added", **head(recipe))
+
+
+def test_what_is_rewarded_follows_from_the_end_tokens_of_the_model(names, tmp_path):
+    model = shutil.copytree(names / "llama", tmp_path / "model")
+    other = 9
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, other]}))
+    encoder = prepare("grpo", tmp_path, model="model").encoder
+    pad, end, text = 0, 1, encoder.tokenizer("7")["input_ids"][0]
+    completions = [[text, end], [text, other], [text, pad], [text, text]]
+    generated = {
+        "output_ids": torch.tensor([[text, *each] for each in completions]),
+        "unpadded_sequence_lengths": torch.tensor([3, 3, 3, 3]),
+        "generation_lengths": torch.tensor([2, 2, 2, 2]),
+    }
+    # A sampled padding token is no end of this model, and is not hidden.
+    assert encoder.completion_texts(generated) == ["7", "7", "7<pad>", "77"]
+    assert encoder.truncated_share(generated, max_new_tokens=2) == 0.5
