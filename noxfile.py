@@ -273,13 +273,13 @@ def test_files(tested: str) -> list[Path]:
 # checks run two sessions at once there, as tests often wait for processes to start.
 for kind, tag in ((promises, []), (tests, ["full"])):
     for each in TESTED:
-        nox.session(
-            recorded(functools.update_wrapper(functools.partial(kind, tested=each), kind)),
+        as_session = nox.session(
             name=f"{kind.__name__}({each})",
             venv_backend="none",
             allow_parallel=kind is tests or each not in BUSY or CORES > 3,
             tags=tag,
         )
+        as_session(recorded(functools.update_wrapper(functools.partial(kind, tested=each), kind)))
 
 
 @nox.session(venv_backend="none", allow_parallel=CORES > 3)

@@ -54,7 +54,8 @@ def test_bfloat16_logprobs_are_near_float32(pools, tiny_model):
     [
         (lambda b: b.pop("input_lengths"), ["'input_lengths' is missing"]),
         (lambda b: b.update(input_ids=b["input_ids"][0]), ["input_ids", "[12]", "2 axes"]),
-        (lambda b: b.update(input_ids=b["input_ids"].flip(1)), ["input_ids", "not right-padded"]),
+        (lambda b: b.update(attention_mask=(b["input_ids"] > 0).flip(1)), ["'attention_mask'[0]"]),
+        (lambda b: b["input_ids"].__setitem__((2, 1), 64), ["'input_ids'[2, 1]=64", "64 tokens"]),
     ],
 )
 def test_bad_input_is_named(pools, tiny_model, change, words):

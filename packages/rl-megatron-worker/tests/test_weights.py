@@ -9,7 +9,7 @@ from rl_megatron_worker.weights import MegatronWeights
 from rl_refit.plan import block_of
 from safetensors.torch import load_file
 from tiny_models import KINDS, WITH_EXPERTS, build_tiny, build_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -231,7 +231,6 @@ def test_an_exported_directory_loads(pools, tmp_path, kind, max_file_bytes):
     text = "".join(map(chr, range(64, 80)))
     tokens = AutoTokenizer.from_pretrained(directory)(text)["input_ids"]
     assert tokens == build_tokenizer()(text)["input_ids"]
-    assert GenerationConfig.from_pretrained(directory).eos_token_id == [1, 2]
 
 
 def test_files_are_planned_by_size():

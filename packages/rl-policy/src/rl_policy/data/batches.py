@@ -44,7 +44,7 @@ class ProblemEncoder:
             raise ValueError("data.use_chat_template=True, and the tokenizer has no chat template")
         self.pad_id = _special_id(tokenizer, "pad_token")
         self._end_id = _special_id(tokenizer, "eos_token")
-        self._stop_ids = {self._end_id, self.pad_id, *stop_token_ids}
+        self._stop_ids = {self._end_id, *stop_token_ids}
         self._stop_strings = tuple(stop_strings)
         self.tokenizer = tokenizer
         self._use_chat_template = use_chat_template
@@ -201,7 +201,7 @@ class ProblemEncoder:
         rows = generated["output_ids"].tolist()
         for row, end, length in zip(rows, ends, lengths, strict=True):
             tokens = row[end - length : end]
-            while tokens and tokens[-1] in self._stop_ids:
+            if tokens and tokens[-1] in self._stop_ids:
                 tokens.pop()
             yield str(self.tokenizer.decode(tokens, skip_special_tokens=False))
 

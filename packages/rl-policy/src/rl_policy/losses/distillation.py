@@ -55,6 +55,7 @@ class DistillationLoss:
     truncates_student: bool = False
     loss_type: LossType = field(default=LossType.TOKEN_LEVEL, init=False)
     input_type: ClassVar[LossInput] = LossInput.LOGITS
+    uses_sampling_temperature: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Raise `ValueError`, naming the argument, if a value is out of its range."""

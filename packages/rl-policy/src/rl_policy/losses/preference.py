@@ -52,6 +52,7 @@ class DPOLoss:
     label_smoothing: float = 0.0
     loss_type: LossType = field(default=LossType.SEQUENCE_LEVEL, init=False)
     input_type: ClassVar[LossInput] = LossInput.LOGPROBS
+    uses_sampling_temperature: ClassVar[bool] = False
     rows_per_group: ClassVar[int] = ROWS_PER_PAIR
 
     def __post_init__(self) -> None:
@@ -118,6 +119,7 @@ class PreferenceLoss:
     center_coef: float = 0.0
     loss_type: LossType = field(default=LossType.SEQUENCE_LEVEL, init=False)
     input_type: ClassVar[LossInput] = LossInput.LOGITS
+    uses_sampling_temperature: ClassVar[bool] = False
     rows_per_group: ClassVar[int] = ROWS_PER_PAIR
 
     def __post_init__(self) -> None:

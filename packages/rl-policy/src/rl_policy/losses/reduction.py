@@ -22,6 +22,7 @@ class NLLLoss:
 
     loss_type: LossType = field(default=LossType.TOKEN_LEVEL, init=False)
     input_type: ClassVar[LossInput] = LossInput.LOGPROBS
+    uses_sampling_temperature: ClassVar[bool] = False
 
     def __call__(
         self,

@@ -46,6 +46,7 @@ class ValueLoss:
     clip: float | None = 0.2
     loss_type: LossType = field(default=LossType.TOKEN_LEVEL, init=False)
     input_type: ClassVar[LossInput] = LossInput.LOGITS
+    uses_sampling_temperature: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Raise `ValueError`, naming the argument, if a value is out of its range."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from rl_interfaces import AdapterSendingWorker
 from rl_interfaces.backend.checkpoint.hf_files import cannot_be_loaded
+from rl_interfaces.backend.end_tokens import end_token_ids
 from rl_interfaces.backend.generation import SamplingConfig
 from rl_interfaces.backend.torch_optim import check_schedule_length, parse_scheduler
 from rl_interfaces.config.schema import check_typed_dict
@@ -66,6 +67,7 @@ from rl_policy.generation.vllm.config import (
 )
 from rl_policy.generation.vllm.quantized import block_fp8_tensors
 from rl_policy.recipes import find_recipe
+from rl_policy.run.limits import check_data, check_policies
 from rl_policy.run.machine import check_devices, check_model_files, model_config
 from rl_policy.run.trackers import check_trackers
 
@@ -142,9 +144,12 @@ def prepare_inputs(config: RunConfig) -> RunInputs:
     check_model_files(config.policy)
     encoder = load_encoder(config)
     encoder.check_template()
-    _check_backend(config, recipe.policies(config))
+    policies = recipe.policies(config)
+    _check_backend(config, policies)
+    check_policies(policies)
     # After the backend, as it reads files of any size.
     inputs = recipe.prepare(config, encoder)
+    check_data(config, inputs)
     check_engines(config)
     return inputs
 
@@ -158,10 +163,15 @@ def load_encoder(config: RunConfig) -> ProblemEncoder:
     tokenizer = _load_tokenizer(config)
     _check_tokens(config, tokenizer)
     generation: Settings = config.policy.get("generation") or {}
+    ends = end_token_ids(
+        None if config.has_builtin_model else config.policy["model_name"],
+        tokenizer,
+        trust_remote_code=config.policy["trust_remote_code"],
+    )
     return ProblemEncoder(
         tokenizer,
         use_chat_template=config.data.use_chat_template,
-        stop_token_ids=generation.get("stop_token_ids", ()),
+        stop_token_ids=(*ends, *generation.get("stop_token_ids", ())),
         stop_strings=generation.get("stop_strings", ()),
     )
 
