@@ -401,7 +401,7 @@ def ask(endpoint, messages):
         json.dumps({"model": endpoint.model, "messages": messages}).encode(),
         {"Authorization": f"Bearer {endpoint.api_key}"},
     )
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+    with urllib.request.urlopen(request, timeout=900) as answer:
         return json.load(answer)["choices"][0]["message"]["content"]
 
 def play(problem, endpoint):

@@ -31,7 +31,8 @@ from rl_policy.config import (
     override_resumed_with,
     read_yaml,
 )
-from rl_policy.data.datasets import Message, Problem, read_prompt
+from rl_policy.data.datasets import Problem
+from rl_policy.data.messages import Message, read_prompt
 from rl_policy.data.rewards import GivenReward
 from rl_policy.data.rows import GivenRows
 from rl_policy.environments.pool import GivenEnvironment
@@ -236,7 +237,10 @@ class RecipeTrainer:
             ValueError: A prompt is none, or does not fit; names it and the key.
         """
         read = (read_prompt(each, f"prompts[{index}]") for index, each in enumerate(prompts))
-        problems = [Problem(text, messages=messages) for text, messages in read]
+        problems = [
+            Problem(text, messages=messages, place=f"prompts[{index}]")
+            for index, (text, messages) in enumerate(read)
+        ]
         if not problems:
             return []
         if "generation" not in self.config.policy:

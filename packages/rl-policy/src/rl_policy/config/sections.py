@@ -154,6 +154,10 @@ class DataSection(Section):
     use_chat_template: bool = False
     """Render each prompt as a user's message with the tokenizer's chat template. Prompts that are
     conversations always are rendered."""
+    system_prompt: str | None = Field(default=None, min_length=1)
+    """The system message of conversations that have none. null: they stay without."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, for example {enable_thinking: false}."""
 
     @field_validator("path", "heldout_path", mode="plain")
     @classmethod

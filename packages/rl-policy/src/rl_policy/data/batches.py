@@ -1,35 +1,34 @@
-"""Encoding of texts into the batches of a policy, and decoding of its completions."""
+"""The batches of a policy from prompts and answers, and the texts of its completions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from rl_batched_data import BatchedDataDict
 from transformers import PreTrainedTokenizerBase
 
-from rl_policy.data.datasets import Message, Problem, conversation_text
-
-_TEMPLATE = "policy.tokenizer.chat_template"
-# Stands for a turn of the policy where a template is asked for what follows one.
-_TURN = "sampled-turn"
+from rl_policy.data.chat import ChatTokenizer, special_id
+from rl_policy.data.datasets import Problem
 
 Batch: TypeAlias = BatchedDataDict
 """Tensors by name, one row per sample."""
 
 
-class ProblemEncoder:
-    """Tokens of prompts, answers and completions under one tokenizer.
+class ProblemEncoder(ChatTokenizer):
+    """Batches of prompts, answers and completions under one tokenizer.
 
     Args:
         tokenizer: With a padding token and an end token.
         use_chat_template: Put each prompt as a user's message through the chat template.
-        stop_token_ids: Tokens, besides the end token, that end a completion.
+        stop_token_ids: Tokens that end a completion, in addition to the end token.
         stop_strings: Texts that end a completion.
+        system_prompt: The first message of conversations that have no system message.
+        template_arguments: Further variables of the chat template, such as `enable_thinking`.
 
     Raises:
-        ValueError: The tokenizer lacks one of those.
+        ValueError: The tokenizer lacks one of those tokens, or the chat template.
     """
 
     def __init__(
@@ -39,124 +38,26 @@ class ProblemEncoder:
         use_chat_template: bool = False,
         stop_token_ids: Sequence[int] = (),
         stop_strings: Sequence[str] = (),
+        system_prompt: str | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        if use_chat_template and not getattr(tokenizer, "chat_template", None):
-            raise ValueError("data.use_chat_template=True, and the tokenizer has no chat template")
-        self.pad_id = _special_id(tokenizer, "pad_token")
-        self._end_id = _special_id(tokenizer, "eos_token")
-        self._stop_ids = {self._end_id, *stop_token_ids}
+        super().__init__(
+            tokenizer,
+            use_chat_template=use_chat_template,
+            system_prompt=system_prompt,
+            template_arguments=template_arguments,
+            stop_token_ids=stop_token_ids,
+        )
+        self.pad_id = special_id(tokenizer, "pad_token")
         self._stop_strings = tuple(stop_strings)
-        self.tokenizer = tokenizer
-        self._use_chat_template = use_chat_template
         self.max_prompt_tokens: int | None = None
         """Most tokens of a prompt in `prompt_batch`, which keeps its last ones. None: any."""
         self.max_row_tokens: int | None = None
         """Most tokens of a row in `answer_batch`, which keeps its first ones. None: any."""
 
-    def check_template(self) -> None:
-        """Raise `ValueError` unless the chat template, if it is used, renders prompts."""
-        if not self._use_chat_template:
-            return
-        (text,) = self._render([Problem("a question")])
-        if "a question" not in text:
-            raise ValueError(f"{_TEMPLATE} leaves the prompt out: it renders {text[:80]!r}")
-
-    def prompt_tokens(self, problems: Sequence[Problem]) -> list[list[int]]:
-        """Return the tokens of each prompt, after which a completion starts."""
-        if not any(map(self._is_rendered, problems)):
-            return self._tokens([problem.prompt for problem in problems], special=True)
-        rendered = self._render([each for each in problems if self._is_rendered(each)])
-        plain = [each.prompt for each in problems if not self._is_rendered(each)]
-        in_template = iter(self._tokens(rendered, special=False))
-        bare = iter(self._tokens(plain, special=True))
-        return [next(in_template if self._is_rendered(each) else bare) for each in problems]
-
-    def check_turns(self, problems: Sequence[Problem], *, role: str) -> None:
-        """Raise `ValueError` unless the chat template, if it is used, renders observations.
-
-        Args:
-            problems: Of the run, some of which may be conversations.
-            role: See `observation_tokens`.
-        """
-        if not any(map(self._is_rendered, problems)):
-            return
-        observation = "an observation"
-        if observation not in self._after_turn(observation, role=role):
-            raise ValueError(
-                f"{_TEMPLATE} renders no conversation of several turns: it leaves out the message "
-                f"of the role {role!r} that follows a turn of the policy"
-            )
-
-    def observation_tokens(
-        self,
-        observations: Sequence[str | Sequence[Message]],
-        *,
-        problems: Sequence[Problem],
-        last_tokens: Sequence[int],
-        role: str,
-    ) -> list[list[int]]:
-        r"""Return the tokens that are appended to a sampled turn, after which the next one starts.
-
-        In a chat template they are what ends the turn, unless it was sampled, the observation as a
-        message, and what starts the next turn; otherwise those of the observation alone.
-
-        Example, in the template of Qwen2, for "higher" after a turn that has sampled its end:
-            "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
-
-        Args:
-            observations: Texts, or messages, where the template has rendered the prompt.
-            problems: From which their episodes started.
-            last_tokens: The last sampled token of each.
-            role: Of a text's message.
-
-        Raises:
-            ValueError: The chat template does not render an observation, or there are messages and
-                it is not used.
-        """
-        texts = [
-            self._observation_text(observation, problem, role=role)
-            for observation, problem in zip(observations, problems, strict=True)
-        ]
-        rows = self._tokens(texts, special=False)
-        return [
-            row[1:] if last in self._stop_ids and row[:1] == [last] else row
-            for row, last in zip(rows, last_tokens, strict=True)
-        ]
-
-    def _observation_text(
-        self, observation: str | Sequence[Message], problem: Problem, *, role: str
-    ) -> str:
-        if self._is_rendered(problem):
-            return self._after_turn(observation, role=role)
-        if not isinstance(observation, str):
-            raise ValueError(
-                f"an environment answers the prompt {problem.prompt[:40]!r}, which is a text, by "
-                "messages: let its reset return messages, or set data.use_chat_template"
-            )
-        return observation
-
-    def _after_turn(self, observation: str | Sequence[Message], *, role: str) -> str:
-        """Return what a chat template puts after a turn of the policy that is answered."""
-        is_text = isinstance(observation, str)
-        answer = [{"role": role, "content": observation}] if is_text else [*observation]
-        messages = [
-            {"role": "user", "content": "a question"},
-            {"role": "assistant", "content": _TURN},
-            *answer,
-        ]
-        (text,) = self._render([Problem(conversation_text(answer), messages=messages)])
-        _, found, rest = text.partition(_TURN)
-        if not found:
-            raise ValueError(
-                f"{_TEMPLATE} renders no conversation of several turns: it leaves out messages of "
-                "the role 'assistant'"
-            )
-        return rest
-
     def answer_tokens(self, problems: Sequence[Problem]) -> list[list[int]]:
-        """Return the tokens of completions that are the answers, with the end token."""
-        rows = self._tokens([problem.answer for problem in problems], special=False)
-        return [[*row, self._end_id] for row in rows]
+        """Return the tokens of the answers, which follow those of the prompts."""
+        return [each.tokens[each.prompt_length :] for each in self.examples(problems)]
 
     def prompt_batch(self, problems: Sequence[Problem]) -> Batch:
         """Return `input_ids` `[batch, seq]` and `input_lengths` `[batch]` of the prompts."""
@@ -170,23 +71,29 @@ class ProblemEncoder:
         return BatchedDataDict(self._pad(rows))
 
     def answer_batch(self, problems: Sequence[Problem]) -> Batch:
-        """Return prompts with their answers, the tokens of the answers being the targets."""
-        prompts, answers = self.prompt_tokens(problems), self.answer_tokens(problems)
-        tokens = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
-        rows = self._pad([row[: self.max_row_tokens] for row in tokens])
-        prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
-        masks = target_masks(rows["input_ids"], prompt_lengths, rows["input_lengths"])
-        return BatchedDataDict({**rows, **masks})
+        """Return prompts with their answers, whose tokens are the targets."""
+        examples = self.examples(problems)
+        rows = self._pad([each.tokens[: self.max_row_tokens] for each in examples])
+        masks = torch.zeros_like(rows["input_ids"])
+        for row, each in enumerate(examples):
+            targets = each.targets[: self.max_row_tokens]
+            masks[row, : len(targets)] = torch.tensor(targets)
+        # The first token of a row follows nothing that could predict it.
+        masks[:, 0] = 0
+        return BatchedDataDict(
+            {**rows, "token_mask": masks, "sample_mask": torch.ones(len(examples))}
+        )
 
     def completion_texts(self, generated: Mapping[str, torch.Tensor]) -> list[str]:
-        """Return the text of each completion, without the tokens or the text that end it.
+        """Return the text of each completion, without the token or the text that ends it.
 
-        Special tokens within a completion stay visible, so that none can hide in an answer.
+        Everything else that was sampled stays visible, special and padding tokens too, so that
+        nothing can hide in an answer.
 
         Args:
             generated: `output_ids`, `generation_lengths`, `unpadded_sequence_lengths`.
         """
-        return [self._up_to_stop(text) for text in self._decoded(generated)]
+        return [self._up_to_stop(self._without_end(each)) for each in _completions(generated)]
 
     def _up_to_stop(self, text: str) -> str:
         for stop in self._stop_strings:
@@ -194,20 +101,12 @@ class ProblemEncoder:
             text = text.partition(stop)[0]
         return text
 
-    def _decoded(self, generated: Mapping[str, torch.Tensor]) -> Iterator[str]:
-        """Yield the text of each completion, without the tokens that end it."""
-        ends = generated["unpadded_sequence_lengths"].tolist()
-        lengths = generated["generation_lengths"].tolist()
-        rows = generated["output_ids"].tolist()
-        for row, end, length in zip(rows, ends, lengths, strict=True):
-            tokens = row[end - length : end]
-            if tokens and tokens[-1] in self._stop_ids:
-                tokens.pop()
-            yield str(self.tokenizer.decode(tokens, skip_special_tokens=False))
+    def _without_end(self, tokens: list[int]) -> str:
+        return self.text(tokens[:-1] if tokens and tokens[-1] in self._stop_ids else tokens)
 
     def token_texts(self, tokens: Sequence[int]) -> list[str]:
         """Return the text of each token; a share of a character's bytes is U+FFFD."""
-        return [str(self.tokenizer.decode([each], skip_special_tokens=False)) for each in tokens]
+        return [self.text([each]) for each in tokens]
 
     def truncated_share(
         self, generated: Mapping[str, torch.Tensor], *, max_new_tokens: int
@@ -222,12 +121,9 @@ class ProblemEncoder:
         if "is_truncated" in generated:
             valid = generated["sample_mask"].bool()
             return float(generated["is_truncated"][valid].double().mean())
-        ends = generated["unpadded_sequence_lengths"].tolist()
-        lengths = generated["generation_lengths"].tolist()
-        rows = generated["output_ids"].tolist()
         truncated = [
-            length >= max_new_tokens and not self.has_ended(row[end - length : end])
-            for row, end, length in zip(rows, ends, lengths, strict=True)
+            len(tokens) >= max_new_tokens and not self.has_ended(tokens)
+            for tokens in _completions(generated)
         ]
         return sum(truncated) / len(truncated)
 
@@ -235,42 +131,8 @@ class ProblemEncoder:
         """Return whether a stop token or a stop string is at the end of a completion."""
         if tokens and tokens[-1] in self._stop_ids:
             return True
-        text = str(self.tokenizer.decode(tokens)) if self._stop_strings else ""
+        text = self.text(tokens) if self._stop_strings else ""
         return any(stop in text for stop in self._stop_strings)
-
-    def _is_rendered(self, problem: Problem) -> bool:
-        """Return whether the chat template renders a prompt."""
-        return self._use_chat_template or bool(problem.messages)
-
-    def _render(self, problems: Sequence[Problem]) -> list[str]:
-        """Put prompts through the chat template, as conversations or as a user's message each."""
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise ValueError(
-                f"the prompt {problems[0].prompt[:40]!r} is a conversation, and the tokenizer has "
-                f"no chat template: set {_TEMPLATE}"
-            )
-        texts: list[str] = []
-        for problem in problems:
-            messages = [*problem.messages] or [{"role": "user", "content": problem.prompt}]
-            try:
-                text = self.tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=True
-                )
-            except Exception as error:  # a template may raise whatever its expressions do
-                raise ValueError(
-                    f"{_TEMPLATE} cannot render the prompt {problem.prompt[:40]!r}: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-            texts.append(str(text))
-        return texts
-
-    def _tokens(self, texts: list[str], *, special: bool) -> list[list[int]]:
-        """Tokenize all texts in one call, which is many times as fast as one call per text."""
-        if not texts:
-            return []
-        return self.tokenizer(texts, add_special_tokens=special, return_attention_mask=False)[
-            "input_ids"
-        ]
 
     def _pad(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
         lengths = torch.tensor([len(row) for row in rows])
@@ -318,8 +180,9 @@ def target_masks(
     return {"token_mask": is_target.long(), "sample_mask": torch.ones(len(lengths))}
 
 
-def _special_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
-    token_id = getattr(tokenizer, f"{name}_id")
-    if token_id is None:
-        raise ValueError(f"policy.tokenizer: the tokenizer has no {name}")
-    return int(token_id)
+def _completions(generated: Mapping[str, torch.Tensor]) -> list[list[int]]:
+    """Return the sampled tokens of each row."""
+    ends = generated["unpadded_sequence_lengths"].tolist()
+    lengths = generated["generation_lengths"].tolist()
+    rows = generated["output_ids"].tolist()
+    return [row[end - length : end] for row, end, length in zip(rows, ends, lengths, strict=True)]

@@ -31,10 +31,20 @@ from rl_policy.data.items import (
     select,
     sources_of,
 )
+from rl_policy.data.messages import (
+    ASSISTANT,
+    Message,
+    conversation_text,
+    message_text,
+    read_messages,
+    read_prompt,
+    read_tools,
+    usable_tools,
+)
+from rl_policy.data.preferences import read_pair
 from rl_policy.data.rows import (
     GivenRows,
     Row,
-    check_text,
     read_rows,
     rename_columns,
     require_columns,
@@ -44,9 +54,6 @@ from rl_policy.data.rows import (
 
 ItemT = TypeVar("ItemT")
 SourcedT = TypeVar("SourcedT", bound="Problem | PreferencePair")
-
-Message: TypeAlias = dict[str, str]
-"""A message of a conversation: `role` and `content`."""
 
 Source: TypeAlias = str | Path | GivenRows
 """Where rows are read from, see `rl_policy.data.rows.read_rows`."""
@@ -82,11 +89,17 @@ class Problem:
     """Which of several files it is from."""
     place: str = field(default="", compare=False)
     """File and line, or the index in what was given."""
+    completion: Sequence[Message] = field(default=(), compare=False)
+    """The messages of the answer, for the chat template; empty: `answer` is a text."""
+    tools: Sequence[Mapping[str, Any]] = field(default=(), compare=False)
+    """Schemas of tools, for the chat template."""
+    imitates_turns: bool = field(default=False, compare=False)
+    """Whether supervised training imitates the assistant's turns in `messages` too."""
 
     @property
     def text_bytes(self) -> int:
         """The most bytes of its texts in UTF-8, with all of a conversation that is shown."""
-        if self.messages:
+        if self.messages or self.completion:
             return _BYTES_OF_A_CHARACTER * len(repr(self))
         return len(self.prompt.encode()) + len(self.answer.encode())
 
@@ -143,6 +156,12 @@ class PreferencePair:
     """Which of several files it is from."""
     place: str = field(default="", compare=False)
     """File and line, or the index in what was given."""
+    chosen_messages: Sequence[Message] = field(default=(), compare=False)
+    """The preferred completion as messages after `messages`; empty: `chosen` is a text."""
+    rejected_messages: Sequence[Message] = field(default=(), compare=False)
+    """The other completion as messages."""
+    tools: Sequence[Mapping[str, Any]] = field(default=(), compare=False)
+    """As those of a `Problem`."""
 
     @property
     def text_bytes(self) -> int:
@@ -158,8 +177,18 @@ class PreferencePair:
     def rows(self) -> tuple[Problem, Problem]:
         """The two rows of a batch, chosen first: the order that `DPOLoss` asks for."""
         chosen, rejected = (
-            Problem(self.prompt, answer, messages=self.messages)
-            for answer in (self.chosen, self.rejected)
+            Problem(
+                self.prompt,
+                answer,
+                messages=self.messages,
+                completion=completion,
+                tools=self.tools,
+                place=self.place,
+            )
+            for answer, completion in (
+                (self.chosen, self.chosen_messages),
+                (self.rejected, self.rejected_messages),
+            )
         )
         return chosen, rejected
 
@@ -373,9 +402,11 @@ def read_problems(
     """Return the problems of one or several sources.
 
     A row has the text `prompt`, and as `answer` a text, a number, a boolean or a list, of which the
-    text in JSON is the answer. In place of the prompt it may have a conversation: a list of
-    messages as `prompt`, or as `messages`, whose last one is the answer if its role is `assistant`.
-    Further fields become the problem's `columns`.
+    text in JSON is the answer. Instead of the prompt it may have a conversation: a list of messages
+    as `prompt`, or as `messages`, whose last one is the answer if its role is `assistant`; then
+    supervised training imitates every turn of the assistant. Messages keep all of their keys, and
+    `tools` of a conversation are the schemas of its tools. Further fields become the problem's
+    `columns`.
 
     Example, in JSON lines:
         {"prompt": "27+35=", "answer": "62"}
@@ -418,8 +449,9 @@ def read_pairs(
 ) -> Sequence[PreferencePair]:
     """Return the preference pairs of one or several sources.
 
-    A row has the texts `prompt`, `chosen` and `rejected`. The prompt may be a conversation as for
-    `read_problems`; the other two may be lists whose last message is the completion.
+    A row has `chosen` and `rejected`: texts, or messages that end with the policy's turn, with or
+    without those of the prompt. The prompt is a text or a conversation as for `read_problems`;
+    without one it is the beginning that `chosen` and `rejected` share.
 
     Args:
         sources: As for `read_problems`; a prompt may have several pairs.
@@ -428,35 +460,45 @@ def read_pairs(
         split: Of datasets that have several.
 
     Raises:
-        ValueError: A source cannot be read, is empty, or a row is malformed or prefers a text to
-            itself; the message names file and line.
+        ValueError: A source cannot be read, is empty, or a row is malformed, has completions of two
+            contexts or prefers one to itself; the message names file and line.
     """
+    unnamed: list[str] = []
 
     def read(row: Row, number: int) -> PreferencePair:
-        prepared = _prepare_row(row, columns=columns, needed=("prompt", "chosen", "rejected"))
-        return _pair(prepared, source=number)
+        renamed = rename_columns(row, columns) if columns else row
+        needed = ("prompt", "chosen", "rejected")
+        if renamed.fields.keys() >= {"chosen", "rejected"} or len(renamed.fields) < len(needed):
+            # They may begin with the prompt themselves.
+            needed = needed[1:]
+        prepared = _prepare_row(renamed, columns=None, needed=needed)
+        pair, has_prompt = _pair(prepared, source=number)
+        if not has_prompt and not unnamed:
+            unnamed.append(row.place)
+            _LOGGER.warning(
+                "%s has no 'prompt': it is the text with which 'chosen' and 'rejected' begin, %r",
+                *(row.place, pair.prompt[-40:]),
+            )
+        return pair
 
     return _read_items(sources, read, key=key, split=split)
 
 
-def _pair(row: Row, *, source: int) -> PreferencePair:
-    fields = dict(row.fields)
-    text, messages = read_prompt(*_take_prompt(fields, place=row.place))
-    if messages and messages[-1]["role"] == "assistant":
-        raise ValueError(
-            f"{row.place}: the prompt ends with an answer, and 'chosen' and 'rejected' are two "
-            "others"
-        )
-    for name in ("chosen", "rejected"):
-        if isinstance(fields.get(name), list):
-            place = f"{row.place}: {name}"
-            fields[name] = read_messages(fields[name], place=place)[-1]["content"]
-    chosen, rejected = (
-        require_text(fields, name, place=row.place) for name in ("chosen", "rejected")
+def _pair(row: Row, *, source: int) -> tuple[PreferencePair, bool]:
+    """Return the pair of a row, and whether the row names its prompt."""
+    fields = read_pair(row)
+    pair = PreferencePair(
+        fields.prompt,
+        fields.chosen,
+        fields.rejected,
+        fields.messages,
+        source,
+        row.place,
+        chosen_messages=fields.chosen_messages,
+        rejected_messages=fields.rejected_messages,
+        tools=fields.tools,
     )
-    if chosen == rejected:
-        raise ValueError(f"{row.place}: 'chosen' and 'rejected' are the same text")
-    return PreferencePair(text, chosen, rejected, messages, source, row.place)
+    return pair, fields.has_prompt
 
 
 def _is_plain(value: Any) -> TypeGuard[str]:
@@ -482,12 +524,9 @@ def _read_items(
 def _prepare_row(row: Row, *, columns: Mapping[str, str] | None, needed: Sequence[str]) -> Row:
     """Return a row with our names of its columns, all that are needed, and texts of its values."""
     renamed = rename_columns(row, columns) if columns else row
-    if isinstance(renamed.fields.get("chosen"), list):
-        # Two conversations, which have their prompt themselves.
-        needed = [name for name in needed if name != "prompt"]
     require_columns(renamed, needed)
     fields = dict(renamed.fields)
-    if "answer" in fields:
+    if "answer" in fields and not _is_conversation(fields["answer"]):
         fields["answer"] = text_of(fields["answer"])
     for name in ("chosen", "rejected"):
         if isinstance(fields.get(name), bool | int | float):
@@ -498,18 +537,49 @@ def _prepare_row(row: Row, *, columns: Mapping[str, str] | None, needed: Sequenc
 def _problem(row: Row, *, source: int, needs_answer: bool) -> Problem:
     fields, place = dict(row.fields), row.place
     text, messages = read_prompt(*_take_prompt(fields, place=place))
-    if messages and messages[-1]["role"] == "assistant":
-        if "answer" in fields:
+    if messages:
+        tools = read_tools(fields.pop("tools", None), place=f"{place}: 'tools'")
+    else:
+        # A text may be rendered too, or the column be something else.
+        tools = usable_tools(fields.get("tools"))
+    completion: Sequence[Message] = ()
+    # A whole conversation; an answer in a column of its own is all that is imitated.
+    imitates_turns = bool(messages) and messages[-1]["role"] == ASSISTANT
+    if imitates_turns:
+        if fields.get("answer") is not None:
             raise ValueError(f"{place}: has an 'answer', and its messages end with another one")
-        *messages, last = messages
+        messages, completion = messages[:-1], messages[-1:]
         if not messages:
             raise ValueError(f"{place}: has no message before the answer")
-        text, fields["answer"] = conversation_text(messages), last["content"]
+        text, fields["answer"] = conversation_text(messages), message_text(completion[0])
+    elif _is_conversation(fields.get("answer")):
+        completion = tuple(read_messages(fields["answer"], place=f"{place}: 'answer'"))
+        if any(completion[at]["role"] != ASSISTANT for at in (0, -1)):
+            raise ValueError(
+                f"{place}: the messages of 'answer' must begin and end with the role {ASSISTANT!r}"
+            )
+        fields["answer"] = conversation_text(completion)
     answer = ""
     if needs_answer or fields.get("answer") is not None:
         answer = require_text(fields, "answer", place=place)
     fields.pop("answer", None)
-    return Problem(text, answer, fields, tuple(messages), source, place)
+    return Problem(
+        text,
+        answer,
+        fields,
+        messages,
+        source,
+        place,
+        completion=completion,
+        tools=tools,
+        imitates_turns=imitates_turns,
+    )
+
+
+def _is_conversation(value: Any) -> bool:
+    return isinstance(value, list) and any(
+        isinstance(each, Mapping) and "role" in each for each in value
+    )
 
 
 def _take_prompt(fields: dict[str, Any], *, place: str) -> tuple[Any, str]:
@@ -517,49 +587,6 @@ def _take_prompt(fields: dict[str, Any], *, place: str) -> tuple[Any, str]:
     has_messages = fields.get("prompt") is None and "messages" in fields
     name = "messages" if has_messages else "prompt"
     return fields.pop(name, None), f"{place}: {name!r}"
-
-
-def read_prompt(prompt: Any, place: str) -> tuple[str, Sequence[Message]]:
-    """Return the text of a prompt, and its messages if it is a conversation.
-
-    Args:
-        prompt: A text, or a list of messages.
-        place: Where it stands, for the errors.
-
-    Raises:
-        ValueError: It is neither, or empty.
-    """
-    if isinstance(prompt, list):
-        messages = read_messages(prompt, place=place)
-        return conversation_text(messages), tuple(messages)
-    check_text(prompt, place=place)
-    return prompt, ()
-
-
-def read_messages(messages: Sequence[Any], *, place: str) -> list[Message]:
-    """Return messages with the texts `role` and `content` alone.
-
-    Args:
-        messages: Mappings with these texts.
-        place: Where they stand, for the errors.
-
-    Raises:
-        ValueError: There are none, or one lacks a text.
-    """
-    if not messages:
-        raise ValueError(f"{place} must be a text or messages, and has none")
-    for index, message in enumerate(messages):
-        at = f"{place}[{index}]"
-        if not isinstance(message, Mapping):
-            raise ValueError(f"{at} must be an object, got {type(message).__name__}")
-        for name in ("role", "content"):
-            require_text(message, name, place=at)
-    return [{name: each[name] for name in ("role", "content")} for each in messages]
-
-
-def conversation_text(messages: Sequence[Message]) -> str:
-    """Return the text that stands for a conversation where one is shown or told apart."""
-    return "\n".join(each["content"] for each in messages)
 
 
 def divide_problems(

@@ -17,7 +17,7 @@ from dataclasses import fields
 from datetime import date
 from decimal import Decimal
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -53,6 +53,8 @@ class Item(Protocol):
 ItemT = TypeVar("ItemT", bound=Item)
 
 _PLAIN = frozenset({str, int, float})
+# Templates render some thousand conversations a second.
+_MOST_CHECKED = 10_000
 
 
 class LazyItems(Sequence[ItemT], Generic[ItemT]):
@@ -162,6 +164,12 @@ def sources_of(items: Sequence[Item]) -> np.ndarray:
     if isinstance(items, LazyItems):
         return items.facts.sources
     return np.array([each.source for each in items], dtype=np.int32)
+
+
+def first_items(*sets: Sequence[ItemT]) -> Iterator[ItemT]:
+    """Yield the items to check before a run starts: all in memory, the first of those on disk."""
+    for items in sets:
+        yield from islice(items, _MOST_CHECKED) if isinstance(items, LazyItems) else items
 
 
 def select(items: Sequence[ItemT], index: np.ndarray) -> Sequence[ItemT]:

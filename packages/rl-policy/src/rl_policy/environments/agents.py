@@ -25,7 +25,7 @@ from typing import TypeAlias
 
 from rl_interfaces import EnvironmentProblem, EnvironmentStep
 
-from rl_policy.data.datasets import Message
+from rl_policy.data.messages import Message
 from rl_policy.data.user_code import UnusableError, awaited, finite_number
 from rl_policy.environments.endpoint import MODEL, RequestError, own_endpoint
 
@@ -125,7 +125,9 @@ class _AgentEpisode:
             raise RequestError("an episode is one conversation: wait for the answer before this")
         known = self._conversation
         for index, message in enumerate(known):
-            if messages[index : index + 1] != [message]:
+            given = messages[index] if index < len(messages) else {}
+            # A client may give an answer back with further keys.
+            if {key: given.get(key) for key in message} != message:
                 raise RequestError(
                     f"messages[{index}] is not that of the request before: an episode is one "
                     "conversation, in which each request adds messages after the last answer"

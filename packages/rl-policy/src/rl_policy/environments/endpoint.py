@@ -19,7 +19,7 @@ from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol, cast
 
-from rl_policy.data.datasets import Message
+from rl_policy.data.messages import Message
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -206,10 +206,10 @@ def _warn_of(ignored: Sequence[str]) -> None:
 
 
 def _message(index: int, message: Any) -> Message:
-    """Return role and text of a message.
+    """Return a message with its keys that are not null, and its content as a text.
 
     Raises:
-        RequestError: It has no text, or more than that.
+        RequestError: It has no text, or has calls of tools.
     """
     place = f"messages[{index}]"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -224,7 +224,8 @@ def _message(index: int, message: Any) -> Message:
         content = "".join(str(each.get("text")) for each in parts)
     if not isinstance(content, str):
         raise RequestError(f"{place}.content must be a text")
-    return {"role": message["role"], "content": content}
+    kept = {key: value for key, value in message.items() if value is not None}
+    return {**kept, "content": content}
 
 
 def completion_of(text: str) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 from rl_interfaces import Environment
 
-from rl_policy.data.datasets import Message, Problem, read_messages
+from rl_policy.data.datasets import Problem
+from rl_policy.data.messages import Message, read_messages
 from rl_policy.data.user_code import (
     UnusableError,
     awaited,
@@ -221,7 +222,7 @@ def _checked(call: Call[Any], returned: Any) -> Reply:
 
 
 def _said(value: Any, *, what: str, expected: str) -> str | list[Message]:
-    """Return a text, or messages with their roles and contents alone.
+    """Return a text, or messages.
 
     Raises:
         UnusableError: It is neither.

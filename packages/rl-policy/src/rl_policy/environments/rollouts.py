@@ -24,7 +24,8 @@ from rl_interfaces import NOT_SAMPLED, GenerationInterface
 from rl_refit.report import Stopwatch
 
 from rl_policy.data.batches import Batch, ProblemEncoder
-from rl_policy.data.datasets import Message, Problem, conversation_text
+from rl_policy.data.datasets import Problem
+from rl_policy.data.messages import Message, conversation_text
 from rl_policy.data.rewards import RewardError
 from rl_policy.environments.exchange import Failure
 from rl_policy.environments.host import Reply

@@ -21,6 +21,7 @@ from rl_policy.data.datasets import (
     divide_pairs,
     read_pairs,
 )
+from rl_policy.data.items import first_items
 from rl_policy.losses import ROWS_PER_PAIR
 from rl_policy.policy import Policy
 from rl_policy.run.directory import RunState
@@ -95,6 +96,8 @@ def prepare_pairs(config: RunConfig, encoder: ProblemEncoder) -> PairInputs:
         num_heldout=config.data.num_heldout,
         seed=config.seed,
     )
+    rendered = [row for pair in first_items(pairs.train, pairs.heldout) for row in pair.rows]
+    encoder.check_conversations(rendered, has_answers=True)
     train, heldout = (
         fit_answers(
             config,

@@ -28,6 +28,7 @@ from rl_policy.config import (
     resolve_policy,
 )
 from rl_policy.data.batches import ProblemEncoder
+from rl_policy.data.items import first_items
 from rl_policy.losses import NLLLoss
 from rl_policy.policy import Policy
 from rl_policy.recipes import Recipe
@@ -143,6 +144,7 @@ def prepare_sft(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:
     check_schedule(sft_policy(config), num_steps=sft.steps, key=key, path=SFT_PATH)
     num_validation = 0 if sft.stop_pass_rate is None else config.data.num_validation
     inputs = prepare_problems(config, encoder, num_validation=num_validation, imitates_answers=True)
+    encoder.check_conversations(first_items(inputs.problems.demonstrations), has_answers=True)
     key = SFT_PATH if "max_total_sequence_length" in sft.policy else "policy"
     demonstrations = fit_answers(
         config,

@@ -43,7 +43,7 @@ from rl_policy.data.datasets import (
     divide_problems,
     read_problems,
 )
-from rl_policy.data.items import count_repeated, frozen, select, sources_of
+from rl_policy.data.items import count_repeated, first_items, frozen, select, sources_of
 from rl_policy.data.overlong import (
     drop_overlong,
     find_overlong,
@@ -171,6 +171,8 @@ def load_encoder(config: RunConfig) -> ProblemEncoder:
     return ProblemEncoder(
         tokenizer,
         use_chat_template=config.data.use_chat_template,
+        system_prompt=config.data.system_prompt,
+        template_arguments=config.data.chat_template_kwargs,
         stop_token_ids=(*ends, *generation.get("stop_token_ids", ())),
         stop_strings=generation.get("stop_strings", ()),
     )
@@ -207,6 +209,8 @@ def prepare_problems(
         needs_answer=imitates_answers or (needs_answers(section) and not has_environment),
         is_measured_only=is_measured_only,
     )
+    measured = first_items(problems.train, problems.heldout, problems.validation)
+    encoder.check_conversations(measured, has_answers=False)
     problems = _fit_prompts(config, problems, encoder=encoder)
     check_shares(problems.train, config.data.weights)
     compares_all = section.function is None and section.answer_pattern is None
@@ -435,11 +439,10 @@ def fit_answers(
         return [max(next(lengths) for _ in problems_of(item)) for item in items]
 
     def whole(problems: list[Problem]) -> list[int]:
-        pairs = zip(encoder.prompt_tokens(problems), encoder.answer_tokens(problems), strict=True)
-        return [len(prompt) + len(answer) for prompt, answer in pairs]
+        return [len(each.tokens) for each in encoder.examples(problems)]
 
     def prompts(problems: list[Problem]) -> list[int]:
-        return [len(each) for each in encoder.prompt_tokens(problems)]
+        return [each.prompt_length for each in encoder.examples(problems)]
 
     def describe(item: Problem | PreferencePair, length: int) -> str:
         return (
@@ -519,8 +522,8 @@ def _overhead(encoder: ProblemEncoder) -> int | None:
     plain, rendered = Problem("a", "a"), Problem("a", "a", messages=(message,))
     has_template = bool(getattr(encoder.tokenizer, "chat_template", None))
     try:
-        rows = encoder.prompt_tokens([plain, rendered] if has_template else [plain])
-        return max(map(len, rows)) + len(encoder.answer_tokens([plain])[0])
+        examples = encoder.examples([plain, rendered] if has_template else [plain])
+        return max(len(each.tokens) for each in examples)
     except ValueError:
         return None
 
@@ -668,13 +671,9 @@ def _check_answers(
 ) -> None:
     """Check that every answer fits into a completion, which is the answer and nothing else."""
     new = config.policy["generation"]["max_new_tokens"]
-
-    def measure(items: Sequence[Problem]) -> list[int]:
-        return [len(each) for each in encoder.answer_tokens(items)]
-
-    overhead = len(encoder.answer_tokens([Problem("a", "a")])[0])
+    (overhead,) = encoder.answer_lengths([Problem("a", "a")])
     for index, length in find_overlong(
-        problems, measure, limit=new, overhead=overhead, part="answer"
+        problems, encoder.answer_lengths, limit=new, overhead=overhead, part="answer"
     ):
         problem = problems[index]
         place = f"{problem.place}: " if problem.place else ""
