@@ -10,14 +10,18 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-
-# The packages whose tests wait for processes half of the time.
-SPREAD = [Path(__file__).parent / "packages" / name for name in ("rl-policy", "rl-refit")]
+from hypothesis import settings
 
 # Modules that the tests of all packages share. The processes that tests start import them, too.
 SHARED = str(Path(__file__).parent / "checks" / "testing")
 sys.path.insert(0, SHARED)
 os.environ["PYTHONPATH"] = os.pathsep.join([SHARED, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+# Property tests have no deadline, as other work may share the processor. `uv run nox` tries fewer
+# examples.
+settings.register_profile("full", deadline=None)
+settings.register_profile("quick", deadline=None, max_examples=20)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "full"))
 
 # Tensors of tests are tiny, and other tests run beside them: more threads only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -37,22 +41,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-# Before pytest-xdist's own, which starts as many as are asked for. An environment may lack it.
-@pytest.hookimpl(tryfirst=True)
-def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run the tests of a package that waits for processes in two, where they are run as a whole."""
-    options = config.option
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        # One of the two, whose options do not say so: it would start two of its own.
-        return
-    asked = {Path(name).resolve() for name in options.file_or_dir or ["."]}
-    is_whole = asked.intersection(SPREAD) and not (options.keyword or options.usepdb)
-    if is_whole and getattr(options, "numprocesses", 0) is None:
-        options.numprocesses = 2
-
-
 def pytest_configure() -> None:
-    """Give each process of tests a Ray of its own, as several run side by side."""
+    """Give each process of tests its own Ray, as several run in parallel, and a file of stacks."""
+    import stacks
+
+    stacks.open_file()
     if "RAY_TMPDIR" not in os.environ or "PYTEST_XDIST_WORKER" in os.environ:
         # Short, as sockets lie below it. It goes with the process.
         directory = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
@@ -71,13 +64,24 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+# An environment may lack pytest-timeout.
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item) -> Generator[None, object, object]:
+    """Report the stacks of all processes of a test that takes too long."""
+    import stacks
+
+    started = yield
+    stacks.on_timeout(item)
+    return started
+
+
 # Around pytest's own, which reads `-m`.
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None, None, None]:
-    """Mark as slow what `slow_beyond` says, and leave out what `--sample-fast` does."""
-    mark_slow(items)
+    """Mark cases of parametrised tests, and leave out what `--sample-fast` does."""
+    mark_cases(items)
     yield
     if config.getoption("sample_fast"):
         fast = [item for item in items if not item.get_closest_marker("slow")]
@@ -88,14 +92,21 @@ def pytest_collection_modifyitems(
         items[:] = [item for item in items if item not in dropped]
 
 
-def mark_slow(items: list[pytest.Item]) -> None:
-    """Mark as slow what `slow_beyond` says: most cases of a test that has many of one property."""
+def mark_cases(items: list[pytest.Item]) -> None:
+    """Mark the cases of parametrised tests as `slow_beyond` and `promise_first` say."""
     num_cases: Counter[str] = Counter()
     for item in items:
-        mark = item.get_closest_marker("slow_beyond")
-        if mark is not None:
-            test = item.nodeid.partition("[")[0]
-            turn, rest = divmod(num_cases[test], mark.kwargs.get("every", 1))
-            if rest or turn >= mark.args[0]:
-                item.add_marker("slow")
-            num_cases[test] += 1
+        test = item.nodeid.partition("[")[0]
+        index = num_cases[test]
+        num_cases[test] += 1
+        beyond, first = map(item.get_closest_marker, ("slow_beyond", "promise_first"))
+        if beyond is not None and not is_among(index, *beyond.args, **beyond.kwargs):
+            item.add_marker("slow")
+        if first is not None and is_among(index, *first.args, **first.kwargs):
+            item.add_marker("promise")
+
+
+def is_among(index: int, count: int, every: int = 1) -> bool:
+    """Return whether a case is one of the first `count`, taking each `every`-th case."""
+    turn, rest = divmod(index, every)
+    return not rest and turn < count

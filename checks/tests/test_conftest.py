@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from patience import PATIENCE_S
 
 from checks.workspace import ROOT
 
@@ -38,7 +39,9 @@ def selected(tmp_path):
         pytest_command = [sys.executable, "-m", "pytest", "-q", "--collect-only", *options]
         apart = ["-c", "/dev/null", "--rootdir", str(tmp_path), "-p", "no:cacheprovider"]
         command = [*pytest_command, *apart, str(tmp_path)]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S
+        )
         names = [line.split("::") for line in done.stdout.splitlines() if "::" in line]
         found = {
             file: [name.removeprefix("test_") for each, name in names if each == file]

@@ -6,6 +6,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 from checks import apart, probe
 from checks.workspace import PROJECTS, extras, import_name
@@ -46,7 +47,7 @@ def look(environment):
         for name, text in sources.items():
             Path(folder, f"{name}.py").write_text(text)
         command = [python, "-I", probe.__file__, json.dumps(REQUEST | changes)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
 
     return look
 

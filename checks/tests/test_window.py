@@ -7,6 +7,7 @@ from zipfile import ZipFile
 
 import pytest
 from packaging.version import Version
+from patience import PATIENCE_S
 
 from checks import window
 from checks.window import Case, Line, add_to_record, files_using, read_cases, summarise
@@ -71,7 +72,7 @@ def test_tests_and_results_are_those_that_pytest_writes(tmp_path):
     pytest_command = [sys.executable, "-m", "pytest", "-q", "--continue-on-collection-errors"]
     apart = ["-c", "/dev/null", "--rootdir", str(tmp_path), "-p", "no:cacheprovider"]
     command = [*pytest_command, *apart, f"--junitxml={tmp_path}/results.xml", str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 1, done.stdout
     found = {
         case.test.removeprefix("packages/some-package/tests/test_"): case.result

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import PATIENCE_S
 
 from checks.zoo import __main__ as run
 from checks.zoo import columns, page, types
@@ -142,7 +143,7 @@ def end(_directory):
 
 
 def wait(_directory):
-    time.sleep(60)
+    time.sleep(3600)
 
 
 def fail(_directory):
@@ -153,12 +154,12 @@ def fail(_directory):
     ("function", "said"), [(end, "a rank has ended"), (wait, "in time"), (fail, "KeyError: 'x'")]
 )
 def test_ranks_that_fail_are_replaced(monkeypatch, function, said):
-    monkeypatch.setattr("checks.zoo.ranks._LIMIT_S", 2 if function is wait else 60)
+    monkeypatch.setattr("checks.zoo.ranks._LIMIT_S", 2 if function is wait else PATIENCE_S)
     ranks = Ranks(2)
     try:
         with pytest.raises(ChildProcessError, match=said):
             ranks.run(function, "")
-        monkeypatch.setattr("checks.zoo.ranks._LIMIT_S", 60)
+        monkeypatch.setattr("checks.zoo.ranks._LIMIT_S", PATIENCE_S)
         assert ranks.run(os.path.basename, "/a/b") == ["b", "b"]
     finally:
         ranks.close()

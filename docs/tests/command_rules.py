@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -183,15 +185,12 @@ def project_of(folder: Path) -> dict[str, Any]:
 
 @cache
 def nox_sessions() -> set[str]:
-    """Return the names of all nox sessions."""
-    text = "".join(path.read_text() for path in [ROOT / "noxfile.py", *ROOT.glob("checks/*.py")])
-    decorated = re.findall(r"@nox\.session(.*?)\ndef (\w+)\(", text, flags=re.DOTALL)
-    assert decorated
-    named = (re.search(r'name="([\w-]+)"', how) for how, _ in decorated)
-    return {
-        name.group(1) if name else function
-        for name, (_, function) in zip(named, decorated, strict=True)
-    }
+    """Return the names of all nox sessions, without their parameters."""
+    command = [sys.executable, "-m", "nox", "--list"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    names = set(re.findall(r"^[*-] ([\w-]+)", listed, flags=re.MULTILINE))
+    assert names
+    return names
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 # ruff: noqa: T201 - what is printed is what a failure shows.
 
-COMMAND_LIMIT_S = 600
+COMMAND_LIMIT_S = 900
 
 
 def run(steps: list[dict[str, Any]]) -> None:

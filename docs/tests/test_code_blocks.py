@@ -192,7 +192,8 @@ def needs_vllm(block):
 
 def as_parameter(page):
     name = str(page.relative_to(ROOT))
-    return pytest.param(page, id=name, marks=pytest.mark.slow if name in SLOW_PAGES else [])
+    marks = {"README.md": pytest.mark.promise} | dict.fromkeys(SLOW_PAGES, pytest.mark.slow)
+    return pytest.param(page, id=name, marks=marks.get(name, []))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

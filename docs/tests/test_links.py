@@ -8,6 +8,7 @@ from command_rules import rule_for
 from markdown_it import MarkdownIt
 from rl_policy.recipes import find_recipe, installed_recipes
 
+pytestmark = pytest.mark.promise
 OUTSIDE_THE_SITE = [page for page in PAGES if "docs" not in page.relative_to(ROOT).parts]
 _PATH = re.compile(r"(?:packages|examples|docs|\.github)/[\w./*-]+")
 PACKAGES = {path.name: path for path in sorted(ROOT.glob("packages/*/src/*")) if path.is_dir()}

@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 VOCABULARY = ["<pad>", "<eos>", *"abcdefghijklm"]
-RATE, DECAY_CALLS, TOKENS, LIMIT_S = 1e-3, 8, 24, 120
+RATE, DECAY_CALLS, TOKENS, LIMIT_S = 1e-3, 8, 24, 600
 PLANS = {
     "dynamic_batching": "dynamic_batching_args",
     "sequence_packing": "sequence_packing_args",

@@ -11,6 +11,7 @@ import inspect
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from patience import PATIENCE_S
 
 
 def run_on_ranks(world_size, folder, function, *arguments):
@@ -26,7 +27,7 @@ def _run_rank(rank, world_size, folder, where, arguments):
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=PATIENCE_S),
     )
     try:
         _load(*where)(*arguments, rank)

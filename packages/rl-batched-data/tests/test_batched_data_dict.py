@@ -6,6 +6,8 @@ import pytest
 import torch
 from rl_batched_data import BatchedDataDict, PackedTensor, SlicedDataDict
 
+pytestmark = pytest.mark.promise
+
 
 def make_batch(num_rows=8, width=3):
     rows = torch.arange(num_rows)

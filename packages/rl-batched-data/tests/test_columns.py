@@ -2,6 +2,8 @@ import pytest
 import torch
 from rl_batched_data import pad_right, round_up, verify_right_padding
 
+pytestmark = pytest.mark.promise
+
 PAD = 9
 
 
@@ -21,11 +23,15 @@ def test_pad_right_fills_the_axis_with_the_value():
         pad_right(torch.tensor([[1, 2]]), 1)
 
 
-@pytest.mark.parametrize("fill", [0, PAD, 5])
-@pytest.mark.parametrize("pad_token_id", [None, PAD])
-def test_a_tail_of_any_constant_is_right_padding(fill, pad_token_id):
-    rows = [[1, 2, fill, fill], [1, fill, fill, fill], [1, 2, 3, 4], [1, 2, 3, fill]]
-    verify_right_padding(batch(rows, [2, 1, 4, 3]), pad_token_id=pad_token_id)
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[1, 2, 5, 5], [1, 5, 5, 5], [1, 2, 3, 4], [1, 2, 3, 5]],
+        [[PAD, 2, 6, 7], [PAD, 0, 0, 0], [PAD, 2, 3, 4], [PAD, 2, PAD, 0]],
+    ],
+)
+def test_padding_is_what_follows_the_length_whatever_its_tokens_are(rows):
+    verify_right_padding(batch(rows, [2, 1, 4, 3]))
 
 
 def test_a_batch_without_rows_is_right_padded():
@@ -34,21 +40,14 @@ def test_a_batch_without_rows_is_right_padded():
     )
 
 
-def test_left_padding_is_named_by_row_and_key():
+def test_an_attention_mask_shows_left_padding():
     data = batch([[1, 2, PAD, PAD], [PAD, PAD, 3, 4]], [2, 2])
-    with pytest.raises(ValueError, match=r"'input_ids'\[1\].*'input_lengths'\[1\]=2 of 4"):
-        verify_right_padding(data)
-
-
-def test_one_padding_token_on_the_left_shows_only_with_its_id():
-    data = batch([[PAD, 2, 3, 4]], [3])
-    verify_right_padding(data)
-    with pytest.raises(ValueError, match=r"'input_ids'\[0\] is not right-padded"):
-        verify_right_padding(data, pad_token_id=PAD)
-
-
-def test_a_first_token_that_is_the_padding_id_is_fine_where_padding_is_on_the_right():
-    verify_right_padding(batch([[PAD, 2, PAD], [PAD, 2, 3]], [2, 3]), pad_token_id=PAD)
+    right, left = [1, 1, 0, 0], [0, 0, 1, 1]
+    verify_right_padding(data | {"attention_mask": torch.tensor([right, right])})
+    with pytest.raises(ValueError, match=r"'attention_mask'\[1\].*'input_lengths'\[1\]=2"):
+        verify_right_padding(data | {"attention_mask": torch.tensor([right, left])})
+    with pytest.raises(ValueError, match=r"'attention_mask' has shape \[1, 4\]"):
+        verify_right_padding(data | {"attention_mask": torch.tensor([right])})
 
 
 @pytest.mark.parametrize("length", [0, -1, 5])

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from rl_batched_data import token_scores
+from tolerances import REPEATED
 
 WITHOUT_LIGER = find_spec("liger_kernel") is None
 pytestmark = [
@@ -14,9 +15,6 @@ pytestmark = [
 needs_liger = pytest.mark.skipif(
     WITHOUT_LIGER, reason='needs liger-kernel: nox -s "apart(rl-batched-data)"'
 )
-
-# float32: sums of a few dozen terms in another order, of logits up to 10.
-FLOAT32 = 1e-5
 
 
 def scored(hidden, matrix, tokens, weights, **options):
@@ -47,7 +45,7 @@ def test_scores_and_gradients_equal_ours(options):
     found = scored(*inputs, **options, fused=True)
     for ours, fused in zip(scored(*inputs, **options), found, strict=True):
         assert fused.dtype == ours.dtype
-        torch.testing.assert_close(fused, ours, rtol=0, atol=FLOAT32 * float(ours.abs().max()))
+        torch.testing.assert_close(fused, ours, rtol=0, atol=REPEATED * float(ours.abs().max()))
 
 
 @needs_liger
@@ -96,7 +94,7 @@ def test_without_liger_it_says_what_to_install():
 def test_on_a_gpu_scores_and_gradients_equal_ours(dtype):
     inputs = example("cuda", dtype)
     # bfloat16 has 8 bits.
-    bound = FLOAT32 if dtype == torch.float32 else 2**-6
+    bound = REPEATED if dtype == torch.float32 else 2**-6
     for ours, fused in zip(scored(*inputs), scored(*inputs, fused=True), strict=True):
         torch.testing.assert_close(
             fused.float(), ours.float(), rtol=0, atol=bound * float(ours.abs().max())

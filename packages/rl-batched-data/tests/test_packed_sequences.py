@@ -24,6 +24,7 @@ def test_the_worked_example():
     multiple=st.integers(1, 5),
     tail=st.integers(0, 6),
 )
+@pytest.mark.promise
 def test_packing_and_unpacking_returns_the_rows(lengths, extra, multiple, tail):
     width = max(lengths, default=0) + extra
     needed = sum(-(-length // multiple) * multiple for length in lengths)

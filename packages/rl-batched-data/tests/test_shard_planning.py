@@ -50,6 +50,7 @@ def make_batch(lengths, width=30):
 @pytest.mark.parametrize("way", WAYS)
 @settings(max_examples=150, deadline=None)
 @given(batch=batches, shards=st.integers(1, 4), batch_size=st.none() | st.integers(1, 9))
+@pytest.mark.promise
 def test_reorder_data_restores_what_any_way_of_sharding_has_mixed(way, batch, shards, batch_size):
     before = batch.writable()
     parts, order = batch.shard_by_batch_size(shards, batch_size=batch_size, **way)
@@ -59,6 +60,7 @@ def test_reorder_data_restores_what_any_way_of_sharding_has_mixed(way, batch, sh
 
 @settings(max_examples=150, deadline=None)
 @given(batch=batches, shards=st.integers(1, 4), batch_size=st.none() | st.integers(1, 9))
+@pytest.mark.promise
 def test_dynamic_micro_batches_hold_every_token_at_their_planned_shape(batch, shards, batch_size):
     parts, order = batch.shard_by_batch_size(
         shards, batch_size=batch_size, dynamic_batching_args=DYNAMIC
@@ -85,6 +87,7 @@ def test_dynamic_micro_batches_hold_every_token_at_their_planned_shape(batch, sh
 
 @settings(max_examples=150, deadline=None)
 @given(batch=batches, shards=st.integers(1, 4), batch_size=st.none() | st.integers(1, 9))
+@pytest.mark.promise
 def test_packed_micro_batches_unpack_to_the_rows(batch, shards, batch_size):
     parts, order = batch.shard_by_batch_size(
         shards, batch_size=batch_size, sequence_packing_args=PACKED

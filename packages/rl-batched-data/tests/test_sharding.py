@@ -3,6 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rl_batched_data.sharding import balanced_bounds, plan_shards
 
+pytestmark = pytest.mark.promise
+
 sizes = st.integers(min_value=1, max_value=12)
 
 

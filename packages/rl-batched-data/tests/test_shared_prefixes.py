@@ -4,6 +4,8 @@ import pytest
 import torch
 from rl_batched_data.packing.shared_prefixes import _choose_groups, share_prefixes
 
+pytestmark = pytest.mark.promise
+
 # Rows have the same token at a common start alone, so that what is packed can be told apart.
 ROWS = [
     [1, 2, 3, 4, 10, 11],

@@ -2,9 +2,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from rl_batched_data import target_scores, token_logprobs, token_scores
+from tolerances import STEP
 
-# float32 against float64: sums of a few hundred terms in another order, of logits up to 20.
-FLOAT32 = 1e-5
+# float32 against float64: four roundings of a logit of up to 20.
+FLOAT32 = 4 * STEP * 20
 # Gradients that are returned in bfloat16 are rounded to 8 bits.
 BFLOAT16 = 2**-8
 
@@ -58,6 +59,7 @@ def assert_close(actual, expected, tolerance):
 @pytest.mark.parametrize("from_hidden", [False, True])
 @pytest.mark.parametrize("chunk_logits", [1, 70, 2**24])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"temperature": 0.7, **MODEL}])
+@pytest.mark.promise
 def test_scores_and_gradients_equal_dense_float64(from_hidden, chunk_logits, options):
     hidden, matrix, bias, tokens, weights = example()
     leaves = [hidden, matrix, bias] if from_hidden else [hidden @ matrix.T + bias]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from loading_ranks import model_on_meta, process_group, shard_over_two_axes
 from losses_for_tests import make_loss
+from patience import PATIENCE_S
 from ranks import my_rows, parameters_of, shards_of, this_rank, worker_for
 from rl_dtensor_worker import DTensorPolicyWorker
 from rl_dtensor_worker.parallel.fsdp import local_tensor
@@ -274,7 +275,7 @@ def save_over_two_axes(*, model_name, directory):
             for parameter in model.parameters():
                 local_tensor(parameter).add_(1)
         layout = TensorFormat(model=model, training=None, weights=lambda: trained_state(model))
-        checkpointer = Checkpointer(layout, timeout_s=60, device=torch.device("cpu"))
+        checkpointer = Checkpointer(layout, timeout_s=PATIENCE_S, device=torch.device("cpu"))
         random_state = RankRandomState(data_parallel_rank=0, is_written_here=False, state={})
         checkpointer.save(f"{directory}/weights", None, random_state)
         device = environment.device
@@ -296,7 +297,7 @@ def train_while_saving(*, config, batch, directory):
     write, may_write = TensorPart.write, threading.Event()
 
     def held_back(*arguments):
-        assert may_write.wait(60)
+        assert may_write.wait(PATIENCE_S)
         write(*arguments)
 
     def advance(worker):

@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # ranks inherit it, and import the same
 
@@ -12,10 +11,6 @@ from rank_pool import RankPool, rank_context
 from tiny_model import build_tiny_model
 
 rank_context()  # a server imports beside the collection
-
-# No time is a fault where other work may share the processor.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from functools import partial
 
 import peft
 import torch
+from patience import PATIENCE_S
 from rl_batched_data import BatchedDataDict
 from rl_dtensor_worker import DTensorPolicyWorker
 from rl_interfaces.testing import AdapterCase, RewardCase, ScheduleCase, Way, WorkerCase
@@ -12,7 +13,6 @@ from rl_refit.testing import receiver_in_thread
 from tiny_model import build_tokenizer, make_config
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-LIMIT_S = 60
 RATE, DECAY_CALLS = 1e-3, 8
 BUDGET = 24
 SECTIONS = {
@@ -60,7 +60,7 @@ def open_receiver(worker):
     address = worker.open_refit(
         receivers_per_rank=[1] * ranks, transport="shm", bucket_bytes=1 << 14
     )
-    return receiver_in_thread(address, rank, send=worker.send_weights, timeout_s=LIMIT_S)
+    return receiver_in_thread(address, rank, send=worker.send_weights, timeout_s=PATIENCE_S)
 
 
 def planned(section):

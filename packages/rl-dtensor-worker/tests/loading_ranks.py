@@ -4,6 +4,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from patience import PATIENCE_S
 from ranks import this_rank
 from rl_dtensor_worker.parallel.fsdp import full_tensor
 from tiny_model import make_config
@@ -22,7 +23,7 @@ def process_group():
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     environment = RankEnvironment.from_environment()
-    init_process_group(environment, timeout_s=60)
+    init_process_group(environment, timeout_s=PATIENCE_S)
     try:
         yield environment
     finally:

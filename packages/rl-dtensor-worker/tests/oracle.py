@@ -1,39 +1,71 @@
 """What a plain transformers model and a plain loop give for the same input."""
 
-import torch
-from transformers import AutoModelForCausalLM
+from functools import partial
 
-# One table of tolerances, each with its reason.
-LOGPROB_TOLERANCE = 1e-5  # float32 attention over rows of unlike width rounds differently
-PARAMETER_TOLERANCE = 1e-5  # three AdamW steps (eps 1e-6) amplify the order of float32 sums
-LOSS_TOLERANCE = 1e-6  # one float32 sum, taken in another order
+import torch
+from tolerances import (
+    GRADIENTS,
+    LOGPROBS,
+    Expected,
+    Trained,
+    assert_all_close,
+    assert_close,
+    expected_of,
+    in_float64,
+    measured_training,
+)
+from transformers import AutoModelForCausalLM
 
 
 def load(model_name):
     return AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32).eval()
 
 
-def plain_logprobs(model, batch, *, temperature=1.0, inputs_of=lambda row, length: {}):
+def plain_logprobs(
+    model, batch, *, temperature=1.0, inputs_of=lambda row, length: {}, dtype=torch.float32
+):
     """Return log p(token t | tokens < t), row by row without any padding."""
-    out = torch.zeros(batch["input_ids"].shape)
-    for row, length in enumerate(batch["input_lengths"].tolist()):
-        tokens = batch["input_ids"][row : row + 1, :length]
-        with torch.no_grad():
-            out[row, 1:length] = _row_logprobs(model, tokens, temperature, **inputs_of(row, length))
-    return out
+
+    def compute(model):
+        in_dtype = next(model.parameters()).dtype
+        out = torch.zeros(batch["input_ids"].shape, dtype=at_least_float32(in_dtype))
+        for row, length in enumerate(batch["input_lengths"].tolist()):
+            tokens = batch["input_ids"][row : row + 1, :length]
+            inputs = {
+                name: each.to(in_dtype) if each.is_floating_point() else each
+                for name, each in inputs_of(row, length).items()
+            }
+            with torch.no_grad():
+                out[row, 1:length] = _row_logprobs(model, tokens, temperature, **inputs)
+        return out
+
+    return expected_of(compute, model, LOGPROBS, dtype=dtype)
 
 
 def plain_gradients(model, batch, *, temperature=1.0):
     """Return the gradients of the sum of the log-probabilities, by name, without any padding."""
-    for row, length in enumerate(batch["input_lengths"].tolist()):
-        tokens = batch["input_ids"][row : row + 1, :length]
-        _row_logprobs(model, tokens, temperature).sum().backward()
-    return gradients_of(model)
+    exact, rounded = in_float64(model), model
+    for each in (exact, rounded):
+        for row, length in enumerate(batch["input_lengths"].tolist()):
+            tokens = batch["input_ids"][row : row + 1, :length]
+            _row_logprobs(each, tokens, temperature).sum().backward()
+    exact, rounded = gradients_of(exact), gradients_of(rounded)
+    common = {
+        "error": largest_difference(rounded, exact),
+        "scale": max(float(each.abs().max()) for each in exact.values()),
+    }
+    return {name: Expected(exact=each, row=GRADIENTS, **common) for name, each in exact.items()}
 
 
 def _row_logprobs(model, tokens, temperature, **inputs):
-    logits = model(tokens, **inputs).logits[0, :-1].float() / temperature
+    logits = model(tokens, **inputs).logits[0, :-1]
+    logits = logits.to(at_least_float32(logits.dtype)) / temperature
     return logits.log_softmax(-1).gather(-1, tokens[0, 1:, None]).squeeze(-1)
+
+
+def at_least_float32(dtype):
+    """Return the dtype of log-probabilities: half precision ends with the logits."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def gradients_of(model):
@@ -53,32 +85,30 @@ def plain_training(model_name, batch, *, global_batch_size, num_calls, temperatu
 
 def train_plainly(model, batch, *, global_batch_size, num_calls, temperature=1.0):
     """The same for a model that is there already, and is changed."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6, weight_decay=0.01)
-    losses, norms = [], []
-    for _ in range(num_calls):
-        for start in range(0, len(batch["input_ids"]), global_batch_size):
-            rows = {k: v[start : start + global_batch_size] for k, v in batch.items()}
-            mask = rows["token_mask"][:, 1:] * rows["sample_mask"][:, None]
-            is_token = torch.arange(rows["input_ids"].shape[1]) < rows["input_lengths"][:, None]
-            logits = model(rows["input_ids"], attention_mask=is_token.long()).logits / temperature
-            chosen = logits[:, :-1].log_softmax(-1).gather(-1, rows["input_ids"][:, 1:, None])
-            loss = -(chosen.squeeze(-1) * mask).sum() / mask.sum()
-            loss.backward()
-            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    return dict(model.named_parameters()), losses, norms
+    starts = range(0, len(batch["input_ids"]), global_batch_size)
+    batches = [
+        {k: v[start : start + global_batch_size] for k, v in batch.items()} for start in starts
+    ]
+    adamw = partial(torch.optim.AdamW, lr=1e-3, eps=1e-6, weight_decay=0.01)
+    loss_of = partial(mean_nll, temperature=temperature)
+    return measured_training(model, adamw, loss_of, batches * num_calls)
 
 
-def assert_trained_like(plain, trained):
+def mean_nll(model, rows, *, temperature):
+    """Return the mean over targets of padded rows, and its terms."""
+    mask = rows["token_mask"][:, 1:] * rows["sample_mask"][:, None]
+    is_token = torch.arange(rows["input_ids"].shape[1]) < rows["input_lengths"][:, None]
+    logits = model(rows["input_ids"], attention_mask=is_token.long()).logits / temperature
+    chosen = logits[:, :-1].log_softmax(-1).gather(-1, rows["input_ids"][:, 1:, None])
+    terms = -chosen.squeeze(-1) * mask
+    return terms.sum() / mask.sum(), terms
+
+
+def assert_trained_like(plain: Trained, trained):
     """Hold a `training_ranks.Trained` against `plain_training`."""
-    parameters, losses, norms = plain
-    assert largest_difference(trained.parameters, parameters) < PARAMETER_TOLERANCE
-    torch.testing.assert_close(
-        trained.losses, torch.tensor(losses), atol=LOSS_TOLERANCE, rtol=LOSS_TOLERANCE
-    )
-    torch.testing.assert_close(trained.grad_norms, torch.tensor(norms), atol=1e-5, rtol=1e-5)
+    assert_all_close(trained.parameters, plain.parameters)
+    assert_close(trained.losses, plain.losses, "losses")
+    assert_close(trained.grad_norms, plain.norms, "grad_norms")
 
 
 def largest_difference(left, right):

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import PATIENCE_S
 from rl_interfaces.backend.runtime import ReservedPort
 
-_LIMIT_S = 240
 _TESTS = Path(__file__).parent
 
 
@@ -96,7 +96,7 @@ class RankPool:
         return [result for _, result in results]
 
     def _results_of(self, function):
-        deadline = time.monotonic() + _LIMIT_S
+        deadline = time.monotonic() + PATIENCE_S
         results = []
         for rank, connection in enumerate(self.connections):
             if not wait([connection], timeout=max(deadline - time.monotonic(), 1)):
@@ -115,6 +115,6 @@ class RankPool:
         for connection in self.connections:
             connection.close()
         for process in self.processes:
-            process.join(timeout=10)
+            process.join(timeout=PATIENCE_S)
             if process.is_alive():
                 process.kill()

@@ -5,12 +5,14 @@ import checkpoint_ranks
 import pytest
 import scoring_ranks
 import torch
-from oracle import LOGPROB_TOLERANCE, largest_difference, load, plain_logprobs
+from oracle import largest_difference, load, plain_logprobs, plain_training
+from patience import PATIENCE_S
 from rank_pool import RankFailure, RankPool, rank_context
 from rl_interfaces.backend.checkpoint.checkpointer import Checkpointer, PendingSave
 from safetensors.torch import load_file
 from tiny_checkpoints import save_model
 from tiny_model import build_tiny_model, make_batch, make_config
+from tolerances import assert_alike, assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -29,6 +31,7 @@ def _config(model):
     return make_config(model, scheduler=LINEAR)
 
 
+@pytest.mark.promise
 def test_a_new_process_continues_bit_for_bit(saved):
     arguments, uninterrupted = saved
     fresh = RankPool(2)
@@ -54,10 +57,16 @@ def assert_bitwise_equal(left, right):
 def test_another_layout_continues(saved, pools, num_ranks):
     arguments, uninterrupted = saved
     resumed, *_ = pools(num_ranks).run(checkpoint_ranks.load_and_train, **arguments)
-    # The same numbers in another order of summation.
-    assert largest_difference(resumed.parameters, uninterrupted[0].parameters) < 1e-6
+    # The same numbers in another order of summation; the rates are below the oracle's.
+    oracle = plain_training(
+        arguments["config"]["model_name"], arguments["batch"], global_batch_size=4, num_calls=2
+    )
+    for name, parameter in resumed.parameters.items():
+        before = uninterrupted[0].parameters[name]
+        assert_alike(parameter, before, oracle.parameters[name], name)
 
 
+@pytest.mark.promise
 def test_the_hugging_face_directory_loads_with_equal_logits(saved, pools):
     arguments, _ = saved
     hf = f"{arguments['directory']}/hf"
@@ -71,7 +80,7 @@ def test_the_hugging_face_directory_loads_with_equal_logits(saved, pools):
     config = make_config(hf)
     scores = torch.cat(pools(2).run(scoring_ranks.score, config=config, batch=batch))
     expected = plain_logprobs(model.eval(), batch)
-    torch.testing.assert_close(scores, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+    assert_close(scores, expected)
     tokenizer = AutoTokenizer.from_pretrained(f"{arguments['directory']}/tokenizer")
     assert tokenizer.eos_token == "<eos>"
 
@@ -229,7 +238,7 @@ def test_a_save_that_took_too_long_still_says_what_it_failed_with(tmp_path):
     may_fail = threading.Event()
 
     def write():
-        assert may_fail.wait(60)
+        assert may_fail.wait(PATIENCE_S)
         raise RuntimeError("planted")
 
     checkpointer = Checkpointer(
@@ -256,7 +265,7 @@ def test_a_save_is_written_on_the_device_of_its_rank(tmp_path):
         path=tmp_path,
         device=device,
     )
-    pending.wait(60)
+    pending.wait(PATIENCE_S)
     if count:
         pending.check()
         assert written == [device.index]
@@ -270,7 +279,7 @@ def test_a_save_is_written_on_the_device_of_its_rank(tmp_path):
 def test_a_process_ends_though_a_save_does_not():
     process = rank_context().Process(target=checkpoint_ranks.leave_save_running)
     process.start()
-    process.join(timeout=60)
+    process.join(timeout=PATIENCE_S)
     has_ended = not process.is_alive()
     process.kill()
     assert has_ended

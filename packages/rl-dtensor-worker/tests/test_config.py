@@ -8,6 +8,8 @@ from rl_dtensor_worker.parallel.mesh import choose_sharding
 from rl_interfaces import ParallelLayout
 from tiny_model import make_config
 
+pytestmark = pytest.mark.promise
+
 
 def _section(**values):
     return {"dtensor_cfg": {"enabled": True} | values}

@@ -53,5 +53,6 @@ def run_ranks(layout, pools):
     return pools(layout[0]).run
 
 
+@pytest.mark.promise
 class TestDTensorWorker(WorkerConformance):
     pass

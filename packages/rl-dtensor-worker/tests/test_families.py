@@ -9,7 +9,6 @@ import scoring_ranks
 import torch
 from family_models import EXPERTS, SIZES, build_family
 from oracle import (
-    LOGPROB_TOLERANCE,
     assert_trained_like,
     plain_logprobs,
     plain_training,
@@ -20,6 +19,7 @@ from rl_dtensor_worker.model.build import fsdp_units
 from rl_dtensor_worker.model.quantized import quantized_files
 from safetensors.torch import load_file, save_file
 from tiny_model import make_batch, make_config
+from tolerances import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -69,16 +69,16 @@ def test_attention_scores_are_capped_as_in_eager_attention(
     pools, capped, model_type, num_ranks, section, batching
 ):
     path, batch = capped[model_type], make_batch(6)
-    expected = plain_logprobs(load(path, attn_implementation="eager"), batch).detach()
+    expected = plain_logprobs(load(path, attn_implementation="eager"), batch)
     uncapped = load(path, attn_implementation="eager", attn_logit_softcapping=None)
-    without = plain_logprobs(uncapped, batch).detach()
-    assert (expected - without).abs().max() > 0.1
+    without = plain_logprobs(uncapped, batch)
+    assert (expected.exact - without.exact).abs().max() > 0.1
     config = make_config(path, **layout(**section), **(PACKING if batching else {}))
     results = pools(num_ranks).run(
         scoring_ranks.score_in_layout, config=config, batch=batch, section=batching
     )
     for result in results:
-        torch.testing.assert_close(result, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+        assert_close(result, expected)
 
 
 @pytest.mark.parametrize(
@@ -126,12 +126,9 @@ def assert_continued(output, prompts, model):
     for row, length in enumerate(prompts["input_lengths"].tolist()):
         total = int(output["unpadded_sequence_lengths"][row])
         tokens = output["output_ids"][row : row + 1, :total]
-        with torch.no_grad():
-            logits = model(tokens, use_cache=False).logits[0, length - 1 : total - 1]
-        expected = logits.log_softmax(-1).gather(-1, tokens[0, length:, None]).squeeze(-1)
-        torch.testing.assert_close(
-            output["logprobs"][row, length:total], expected, atol=LOGPROB_TOLERANCE, rtol=0
-        )
+        rows = {"input_ids": tokens, "input_lengths": torch.tensor([total])}
+        expected = plain_logprobs(model, rows)[0, length:total]
+        assert_close(output["logprobs"][row, length:total], expected)
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "opt"])
@@ -235,10 +232,10 @@ def test_block_fp8_is_dequantised_and_exported_in_full_precision(
         directory=str(tmp_path / "exported"),
     )
     for logprobs in results:
-        torch.testing.assert_close(logprobs, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+        assert_close(logprobs, expected)
     assert "quantization_config" not in json.loads((tmp_path / "exported/config.json").read_text())
     exported = plain_logprobs(load(str(tmp_path / "exported")), batch)
-    torch.testing.assert_close(exported, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+    assert_close(exported.exact, expected)
 
 
 def test_another_quantisation_is_refused_before_a_process_starts(quantised, tmp_path):
@@ -292,10 +289,6 @@ def test_each_block_is_one_fsdp_unit(model_type, expected):
     assert [type(unit).__name__ for unit in units] == expected
 
 
-# Steps of bfloat16 are 8e-3 at log-probabilities of about 2, and two layers add up a few.
-BFLOAT16_TOLERANCE = 0.05
-
-
 @pytest.mark.slow_beyond(6, every=2)
 @pytest.mark.parametrize("model_type", UNITS)
 @pytest.mark.parametrize(
@@ -304,7 +297,8 @@ BFLOAT16_TOLERANCE = 0.05
 def test_unusual_blocks_are_sharded_and_cast(pools, tmp_path, model_type, num_ranks, precision):
     path = build_family(tmp_path, model_type, **UNITS[model_type], initializer_range=0.1)
     batch = make_batch(4)
-    expected = plain_logprobs(load(path), batch)
+    dtype = getattr(torch, precision)
+    expected = plain_logprobs(load(path), batch, dtype=dtype)
     results = pools(num_ranks).run(
         parity_ranks.run_case,
         config=make_config(path, precision=precision),
@@ -314,10 +308,8 @@ def test_unusual_blocks_are_sharded_and_cast(pools, tmp_path, model_type, num_ra
     )
     exact = precision == "float32"
     found = torch.cat([each.columns["logprobs"] for each in results])
-    tolerance = LOGPROB_TOLERANCE if exact else BFLOAT16_TOLERANCE
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
+    assert_close(found, expected)
     stored = load_file(tmp_path / "model.safetensors")
-    dtype = getattr(torch, precision)
     for result in results:
         assert result.sent.keys() == stored.keys()
         assert all(torch.equal(tensor, stored[n].to(dtype)) for n, tensor in result.sent.items())
@@ -365,7 +357,6 @@ DYNAMIC_AT_16 = {"rope_type": "default", "rope_theta": 10000.0 * 3.0 ** (8 / 6)}
 def test_frequencies_that_depend_on_the_length_are_those_of_the_longest(
     pools, tmp_path, model_type, rope, longest, same, batching
 ):
-    # Log-probabilities of a few units, which float32 holds to the tolerance.
     options = {"initializer_range": 0.2, "max_position_embeddings": 8}
     if model_type == "phi3":
         options |= {"max_position_embeddings": 64, "original_max_position_embeddings": 8}
@@ -378,7 +369,7 @@ def test_frequencies_that_depend_on_the_length_are_those_of_the_longest(
     batch = make_batch(6, width=width - 2 if batching == "generate" else width)
     expected = plain_logprobs(load(plain), batch)
     if longest != 8:
-        assert (plain_logprobs(load(path), batch) - expected).abs().max() > 0.01
+        assert (plain_logprobs(load(path), batch).exact - expected.exact).abs().max() > 0.01
     size = 2 if batching == "context" else 1
     config = make_config(
         path,
@@ -395,7 +386,7 @@ def test_frequencies_that_depend_on_the_length_are_those_of_the_longest(
     for found in pools(size).run(
         scoring_ranks.score_in_layout, config=config, batch=batch, section=section
     ):
-        torch.testing.assert_close(found, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+        assert_close(found, expected)
 
 
 def test_mxfp4_is_dequantised_as_transformers_does(tmp_path):
@@ -440,4 +431,4 @@ def test_gpt_oss_in_mxfp4_scores_as_transformers(pools, tmp_path, num_ranks):
     expected = plain_logprobs(load(str(tmp_path / "full")), batch)
     config = make_config(str(tmp_path / "mxfp4"))
     for found in pools(num_ranks).run(scoring_ranks.score_as_given, config=config, batch=batch):
-        torch.testing.assert_close(found, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+        assert_close(found, expected)

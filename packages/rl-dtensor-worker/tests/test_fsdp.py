@@ -1,8 +1,9 @@
 import pytest
 import torch
 import training_ranks
-from oracle import LOGPROB_TOLERANCE, load
+from oracle import load
 from tiny_model import build_tokenizer, make_batch, make_config
+from tolerances import LOGPROBS, assert_close, expected_of
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 
@@ -12,9 +13,10 @@ def test_one_rank_may_run_alone_while_the_model_is_unsharded(pools, tiny_model):
         training_ranks.unsharded_forwards, config=make_config(tiny_model), batch=batch
     )
     assert all(outcome.same_shards and outcome.same_copies for outcome in outcomes)
-    with torch.no_grad():
-        expected = load(tiny_model)(batch["input_ids"]).logits
-    torch.testing.assert_close(outcomes[0].logits, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+    expected = expected_of(
+        lambda model: model(batch["input_ids"]).logits, load(tiny_model), LOGPROBS
+    )
+    assert_close(outcomes[0].logits, expected)
     assert outcomes[1].logits is None
 
 

@@ -5,13 +5,13 @@ from importlib.util import find_spec
 import parity_models
 import parity_ranks
 import pytest
-import torch
 import training_ranks
-from oracle import LOGPROB_TOLERANCE, PARAMETER_TOLERANCE, load, plain_logprobs, plain_training
+from oracle import load, plain_logprobs, plain_training
 from rl_dtensor_worker import DTensorPolicyWorker
 from rl_dtensor_worker.forward import TokenHead
-from test_parity import RELATIVE_TOLERANCE, assert_equal_parameters, joined
+from test_parity import joined
 from tiny_model import make_batch, make_config
+from tolerances import assert_all_close, assert_close
 from torch import nn
 
 PLAIN = nn.Linear(4, 6, bias=False)
@@ -32,18 +32,11 @@ def test_scores_and_steps_equal_plain_transformers(pools, tmp_path):
     results = pools(2).run(
         parity_ranks.run_case, config=config_of(path), batch=batch, section=None, num_calls=3
     )
-    torch.testing.assert_close(
-        joined(results, "logprobs"),
-        plain_logprobs(load(path), batch),
-        atol=LOGPROB_TOLERANCE,
-        rtol=0,
-    )
+    assert_close(joined(results, "logprobs"), plain_logprobs(load(path), batch))
     expected, losses, _ = plain_training(path, batch, global_batch_size=4, num_calls=3)
     for result in results:
-        torch.testing.assert_close(
-            result.losses, torch.tensor(losses), rtol=RELATIVE_TOLERANCE, atol=0
-        )
-        assert_equal_parameters(result.parameters, expected, PARAMETER_TOLERANCE)
+        assert_close(result.losses, losses, "losses")
+        assert_all_close(result.parameters, expected)
 
 
 @needs_liger

@@ -1,10 +1,11 @@
 import pytest
 import scoring_ranks
 import torch
-from oracle import LOGPROB_TOLERANCE, load
+from oracle import load, plain_logprobs
 from rank_pool import RankFailure
 from rl_interfaces.backend.generation import truncate_logits
 from tiny_model import EOS, PAD, build_tokenizer, make_batch, make_config
+from tolerances import LOGPROBS, assert_close, expected_of
 
 
 def _config(model, **generation):
@@ -20,6 +21,7 @@ def _gather(results, key):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.promise
 def test_greedy_equals_transformers_on_ragged_prompts(pools, tiny_model, num_ranks):
     batch = make_batch(5)
     config = make_config(tiny_model, generation_batch_size=2)
@@ -55,6 +57,7 @@ def test_rows_of_a_group_share_a_prefill(pools, tiny_model):
         assert output_ids[row, : totals[row]].tolist() == expected.tolist()
 
 
+@pytest.mark.promise
 def test_sampled_logprobs_are_those_of_the_policy(pools, tiny_model):
     batch = make_batch(12)
     # A third of the tokens end a row, so that rows leave the cache while others go on.
@@ -65,9 +68,10 @@ def test_sampled_logprobs_are_those_of_the_policy(pools, tiny_model):
         total = output["unpadded_sequence_lengths"][:, None]
         start = total - output["generation_lengths"][:, None]
         generated = (position >= start) & (position < total)
-        torch.testing.assert_close(
-            output["logprobs"][generated], result.scored[generated], atol=LOGPROB_TOLERANCE, rtol=0
-        )
+        rows = {"input_ids": output["output_ids"], "input_lengths": total[:, 0]}
+        expected = plain_logprobs(load(tiny_model), rows, temperature=0.7)[generated]
+        assert_close(output["logprobs"][generated], expected)
+        assert_close(result.scored[generated], expected)
         assert torch.all(output["logprobs"][~generated] == 0)
         assert torch.all(output["logprobs"][generated] < 0)
 
@@ -80,14 +84,15 @@ def test_truncated_logprobs_are_those_of_the_truncated_distribution(pools, tiny_
     for row, length in enumerate(batch["input_lengths"].tolist()):
         total = int(output["unpadded_sequence_lengths"][row])
         tokens = output["output_ids"][row : row + 1, :total]
-        with torch.no_grad():
+
+        def compute(model, tokens=tokens, length=length, total=total):
             logits = model(tokens).logits[0, length - 1 : total - 1] / 1.3
-        kept = truncate_logits(logits, top_k=5, top_p=0.8).log_softmax(-1)
-        expected = kept.gather(-1, tokens[0, length:, None]).squeeze(-1)
-        assert torch.isfinite(expected).all()
-        torch.testing.assert_close(
-            output["logprobs"][row, length:total], expected, atol=LOGPROB_TOLERANCE, rtol=0
-        )
+            kept = truncate_logits(logits, top_k=5, top_p=0.8).log_softmax(-1)
+            return kept.gather(-1, tokens[0, length:, None]).squeeze(-1)
+
+        expected = expected_of(compute, model, LOGPROBS)
+        assert torch.isfinite(expected.exact).all()
+        assert_close(output["logprobs"][row, length:total], expected)
 
 
 def test_the_seed_decides_and_ranks_differ(pools, tiny_model):

@@ -6,16 +6,14 @@ import scoring_ranks
 import state_ranks
 import torch
 import training_ranks
-from oracle import largest_difference, load, plain_logprobs, plain_training
+from oracle import load, plain_logprobs, plain_training
 from tiny_model import make_batch, make_config
+from tolerances import assert_all_close, assert_close
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-# TF32 is off by default in torch; what is left is another order of float32 sums.
-GPU_TOLERANCE = 2e-5
 
 
 def test_logprobs_equal_plain_transformers(pools, tiny_model):
@@ -23,7 +21,7 @@ def test_logprobs_equal_plain_transformers(pools, tiny_model):
     (scores,) = pools(1).run(scoring_ranks.score, config=make_config(tiny_model), batch=batch)
     expected = plain_logprobs(load(tiny_model), batch)
     assert scores.device.type == "cpu"
-    torch.testing.assert_close(scores, expected, atol=GPU_TOLERANCE, rtol=0)
+    assert_close(scores, expected)
 
 
 @pytest.mark.parametrize("cpu_offload", [False, True])
@@ -38,8 +36,8 @@ def test_three_steps_equal_a_plain_loop(pools, tiny_model, cpu_offload):
         batch=make_batch(8),
         num_calls=3,
     )
-    assert largest_difference(trained.parameters, parameters) < GPU_TOLERANCE
-    torch.testing.assert_close(trained.losses, torch.tensor(losses), atol=1e-5, rtol=1e-5)
+    assert_all_close(trained.parameters, parameters)
+    assert_close(trained.losses, losses, "losses")
 
 
 def test_greedy_equals_transformers(pools, tiny_model):

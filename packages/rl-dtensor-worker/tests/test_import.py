@@ -3,6 +3,7 @@ import sys
 
 import pytest
 import rl_dtensor_worker
+from patience import PATIENCE_S
 from rl_dtensor_worker.parallel import fsdp
 
 
@@ -23,6 +24,10 @@ before = "rl_dtensor_worker.engine" in sys.modules or "torch.distributed.fsdp" i
 print(before, DTensorPolicyWorker.find_engine().__name__)
 """
     found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert found.stdout.split() == ["False", "DTensorEngine"], found.stderr

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import save_until_killed
+from patience import PATIENCE_S, wait_until
 from rank_pool import rank_context
 from rl_interfaces.backend.runtime import ReservedPort
 from tiny_model import make_config
@@ -17,7 +18,6 @@ FEW_KILLS = min(4, NUM_KILLS)
 CASES = [(False, FEW_KILLS), (True, NUM_KILLS)]
 if "CHECKPOINT_KILLS" in os.environ:
     CASES.append((False, NUM_KILLS))
-LIMIT_S = 60
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def zygote():
     theirs.close()
     yield ours
     ours.close()
-    process.join(timeout=10)
+    process.join(timeout=PATIENCE_S)
     if process.is_alive():
         process.kill()
 
@@ -48,9 +48,7 @@ def lines_of(directory):
 def wait_for(directory, text):
     """Return the seconds until rank 0 logged `text`."""
     begin = time.monotonic()
-    while text not in lines_of(directory):
-        assert time.monotonic() - begin < LIMIT_S, (text, lines_of(directory))
-        time.sleep(0.001)
+    wait_until(lambda: text in lines_of(directory), what=f"the line {text!r}")
     return time.monotonic() - begin
 
 

@@ -5,10 +5,11 @@ import signal
 import pytest
 import scoring_ranks
 import torch
-from oracle import LOGPROB_TOLERANCE, load, plain_logprobs
+from oracle import load, plain_logprobs
 from rank_pool import rank_context
 from rl_interfaces.backend.runtime import RankEnvironment
 from tiny_model import make_batch, make_config
+from tolerances import assert_close
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -38,7 +39,7 @@ def test_under_torchrun(tiny_model, tmp_path, kept_signal_handlers):
     by_rank = run(make_config(tiny_model), make_batch(5))
     scores = torch.tensor([*by_rank[0], *by_rank[1]])
     expected = plain_logprobs(load(tiny_model), make_batch(5))
-    torch.testing.assert_close(scores, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+    assert_close(scores, expected)
 
 
 def test_a_missing_variable_is_named(monkeypatch):

@@ -1,16 +1,17 @@
 """Adapters of reward and value models, whose score layer is trained in full, against peft."""
 
 import copy
+from functools import partial
 
 import lora_ranks
 import parity_models
 import pytest
 import torch
-from oracle import LOGPROB_TOLERANCE, LOSS_TOLERANCE, PARAMETER_TOLERANCE
 from rank_pool import RankFailure
 from safetensors.torch import load_file
 from test_parity import assert_equal_parameters
 from tiny_model import make_batch, make_config
+from tolerances import LOGPROBS, assert_all_close, assert_close, expected_of, measured_training
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 pytestmark = pytest.mark.needs("rl-dtensor-worker[lora]")
@@ -56,10 +57,14 @@ def with_peft(base, adapters, head):
 def trained_of(model):
     """Return what a peft model trains, under the names that it has here."""
     return {
-        name.removeprefix("base_model.model.").replace("modules_to_save.default.", ""): tensor
+        in_our_names(name): tensor
         for name, tensor in model.named_parameters()
         if tensor.requires_grad
     }
+
+
+def in_our_names(name):
+    return name.removeprefix("base_model.model.").replace("modules_to_save.default.", "")
 
 
 def scores_of(model, head):
@@ -81,24 +86,25 @@ def config_of(base, adapters, head, layout, **lora):
 def test_judges_with_adapters_equal_plain_peft(pools, judges, tmp_path, head, layout):
     base, adapters = judges[head]
     model = with_peft(base, adapters, head)
-    before = scores_of(model, head)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss = ((before - 1) ** 2).sum() / 4
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
+    before = expected_of(lambda each: scores_of(each, head), model, LOGPROBS)
+
+    def loss_of(model, _):
+        terms = (scores_of(model, head) - 1) ** 2
+        return terms.sum() / 4, terms * (terms.numel() / 4)
+
+    plain = measured_training(model, partial(torch.optim.SGD, lr=0.1), loss_of, [BATCH])
+    expected = {in_our_names(name): each for name, each in plain.parameters.items()}
     config = config_of(base, adapters, head, layout)
     results = pools(2).run(lora_ranks.judge, config=config, batch=BATCH, directory=str(tmp_path))
     rows = [result.scores for result in results]
     scores = rows[0] if layout else torch.cat(rows)
-    torch.testing.assert_close(scores, before.detach(), atol=LOGPROB_TOLERANCE, rtol=0)
+    assert_close(scores, before)
     for result in results:
-        assert float(result.loss) == pytest.approx(loss.item(), rel=10 * LOSS_TOLERANCE)
+        assert_close(result.loss.reshape(1), plain.losses, "loss")
         assert "there is no reference model" in result.refusal
-        expected = trained_of(model)
-        found = {name: result.parameters[name] for name in expected}
+        found = {name: result.parameters[name] for name in trained_of(model)}
         assert "score.weight" in found
-        assert_equal_parameters(found, expected, PARAMETER_TOLERANCE)
+        assert_all_close(found, {name: expected[name] for name in found})
         assert torch.equal(result.sent["score.weight"], found["score.weight"])
         frozen = "model.layers.0.self_attn.q_proj"
         weight = load(base, head).get_parameter(f"{frozen}.weight")

@@ -7,10 +7,11 @@ import pytest
 import scoring_ranks
 import torch
 import training_ranks
-from oracle import LOGPROB_TOLERANCE, plain_logprobs
+from oracle import plain_logprobs
 from rank_pool import RankFailure
 from rl_batched_data import BatchedDataDict, PackedTensor
 from tiny_model import build_tokenizer, make_config
+from tolerances import REPEATED, assert_close
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 IMAGE, VISION_START, WIDTH = 3, 4, 14
@@ -113,7 +114,7 @@ def test_logprobs_equal_plain_transformers(pools, vision_model, section):
     )
     scores = found.output["logprobs"][torch.tensor(found.order).argsort()]
     expected = plain_logprobs(load_model(vision_model), batch, inputs_of=partial(media_of, batch))
-    torch.testing.assert_close(scores, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+    assert_close(scores, expected)
 
 
 def test_sharded_models_train_on_images(pools, vision_model):
@@ -124,7 +125,7 @@ def test_sharded_models_train_on_images(pools, vision_model):
             training_ranks.train, config=make_config(vision_model), batch=batch, num_calls=2
         )
         losses.append(trained.losses.tolist())
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert losses[0] == pytest.approx(losses[1], rel=REPEATED)
     assert losses[0][1] < losses[0][0]
 
 

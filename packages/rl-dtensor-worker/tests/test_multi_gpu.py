@@ -6,9 +6,9 @@ import parity_ranks
 import pytest
 import torch
 from oracle import load, plain_logprobs, plain_training
-from test_gpu import GPU_TOLERANCE
-from test_parity import LAYOUTS, assert_equal_parameters, joined
+from test_parity import LAYOUTS, joined
 from tiny_model import make_batch, make_config
+from tolerances import assert_all_close, assert_close
 
 pytestmark = [
     pytest.mark.multi_gpu,
@@ -45,8 +45,8 @@ def test_layouts_equal_plain_transformers(pools, tmp_path, layout, section):
         num_calls=3,
     )
     expected = plain_logprobs(load(path), batch)
-    torch.testing.assert_close(joined(results, "logprobs"), expected, atol=GPU_TOLERANCE, rtol=0)
+    assert_close(joined(results, "logprobs"), expected)
     parameters, losses, _ = plain_training(path, batch, global_batch_size=4, num_calls=3)
     for result in results:
-        torch.testing.assert_close(result.losses, torch.tensor(losses), atol=1e-5, rtol=1e-5)
-        assert_equal_parameters(result.parameters, parameters, GPU_TOLERANCE)
+        assert_close(result.losses, losses, "losses")
+        assert_all_close(result.parameters, parameters)

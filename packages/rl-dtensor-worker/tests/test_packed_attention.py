@@ -5,9 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import (
-    LOGPROB_TOLERANCE,
     gradients_of,
-    largest_difference,
     plain_gradients,
     plain_logprobs,
 )
@@ -28,6 +26,7 @@ from rl_dtensor_worker.forward import Forward, find_token_head
 from rl_dtensor_worker.mixing import take_attention
 from rl_interfaces.backend.steps import MicroBatch
 from tiny_model import make_batch
+from tolerances import REPEATED, assert_all_close, assert_close
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -93,12 +92,10 @@ def test_values_and_gradients_equal_each_row_alone(name):
         take_attention(model, tolerance=1e-5)
     assert model.config._attn_implementation == NAME
     scores = packed_scores(model, batch)
-    torch.testing.assert_close(scores.detach(), expected, atol=LOGPROB_TOLERANCE, rtol=0)
+    assert_close(scores.detach(), expected)
     scores.sum().backward()
 
-    ours, theirs = gradients_of(model), plain_gradients(build(name), batch)
-    largest = max(float(gradient.abs().max()) for gradient in theirs.values())
-    assert largest_difference(ours, theirs) < 1e-5 * largest
+    assert_all_close(gradients_of(model), plain_gradients(build(name), batch))
 
 
 def test_a_mask_of_its_own_is_still_respected():
@@ -143,7 +140,7 @@ def test_another_attention_is_left_as_it_is():
     assert model.config._attn_implementation == "eager"
     batch = make_batch(5)
     scores = packed_scores(model, batch).detach()
-    torch.testing.assert_close(scores, plain_logprobs(model, batch), atol=LOGPROB_TOLERANCE, rtol=0)
+    assert_close(scores, plain_logprobs(model, batch))
 
 
 def seen_in_chunks(length, size):
@@ -164,7 +161,9 @@ def test_chunks_are_counted_from_the_start_of_each_row(size):
     heads = Heads(*torch.randn(3, 2, 4, 11, 8))
     found = FullRows().attend(torch.nn.Module(), heads, Window(size, is_chunk=True))
     expected = attention_of(heads, seen_in_chunks(11, size))
-    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        found.double(), expected, atol=REPEATED * float(heads.value.abs().max()), rtol=0
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -189,7 +188,12 @@ def test_chunks_are_counted_from_the_start_of_each_sharded_sequence(num_ranks):
         given = Heads(heads.query[:, :, shards.own], key, value)
         output = ChunkRows.of(shards.chunks).attend(given, Window(size, is_chunk=True))
         found = output.index_select(0, shards.places)[None]
-        torch.testing.assert_close(found.double(), full[:, shards.own], atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            found.double(),
+            full[:, shards.own],
+            atol=REPEATED * float(heads.value.abs().max()),
+            rtol=0,
+        )
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,14 @@ import scoring_ranks
 import torch
 import training_ranks
 from oracle import (
-    LOGPROB_TOLERANCE,
-    PARAMETER_TOLERANCE,
     assert_trained_like,
-    largest_difference,
     load,
     plain_logprobs,
     plain_training,
 )
 from rank_pool import RankFailure
 from tiny_model import make_batch, make_config
+from tolerances import assert_all_close, assert_close
 
 SECTIONS = ("dynamic_batching", "sequence_packing")
 
@@ -45,8 +43,8 @@ def test_logprobs_equal_plain_transformers(pools, tiny_model, section, num_ranks
     scores = torch.zeros(batch["input_ids"].shape)
     scores[parts[0].order] = torch.cat([part.logprobs for part in parts])
     expected = plain_logprobs(load(tiny_model), batch, temperature=0.7)
-    torch.testing.assert_close(scores, expected, atol=LOGPROB_TOLERANCE, rtol=0)
-    assert torch.count_nonzero(scores) == torch.count_nonzero(expected)
+    assert_close(scores, expected)
+    assert torch.count_nonzero(scores) == torch.count_nonzero(expected.exact)
 
 
 def test_packed_lengths_are_rounded_as_the_section_says(pools, tiny_model):
@@ -61,7 +59,7 @@ def test_packed_lengths_are_rounded_as_the_section_says(pools, tiny_model):
     scores = torch.zeros(batch["input_ids"].shape)
     scores[scored.order] = scored.logprobs
     expected = plain_logprobs(load(tiny_model), batch)
-    torch.testing.assert_close(scores, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+    assert_close(scores, expected)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +80,7 @@ def test_padding_inside_changes_nothing(pools, tiny_model, section, options):
         **options,
     )
     expected = plain_logprobs(load(tiny_model), batch)[found.order]
-    torch.testing.assert_close(found.logprobs, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+    assert_close(found.logprobs, expected)
 
 
 @pytest.mark.slow_beyond(2, every=5)
@@ -166,7 +164,7 @@ def test_an_attention_that_would_see_other_sequences_gets_one_by_one(pools, tiny
         section="sequence_packing",
     )
     expected = plain_logprobs(load(tiny_model), batch)
-    torch.testing.assert_close(scores, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+    assert_close(scores, expected)
 
 
 def test_generation_and_checkpointing_go_together_with_packing(pools, tiny_model):
@@ -184,7 +182,7 @@ def test_generation_and_checkpointing_go_together_with_packing(pools, tiny_model
     )
     assert torch.equal(found.output_ids, padded.outputs[0]["output_ids"])
     expected = plain_logprobs(load(tiny_model), batch)[found.order]
-    torch.testing.assert_close(found.logprobs, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+    assert_close(found.logprobs, expected)
 
     parameters, _, _ = plain_training(tiny_model, make_batch(8), global_batch_size=4, num_calls=2)
     recomputing = {"enabled": True, "activation_checkpointing": True}
@@ -196,4 +194,4 @@ def test_generation_and_checkpointing_go_together_with_packing(pools, tiny_model
         num_tokens=24,
         num_calls=2,
     )
-    assert largest_difference(trained.parameters, parameters) < PARAMETER_TOLERANCE
+    assert_all_close(trained.parameters, parameters)

@@ -10,13 +10,13 @@ import pytest
 import torch
 import training_ranks
 from family_models import build_family
-from oracle import LOGPROB_TOLERANCE, PARAMETER_TOLERANCE, load, plain_logprobs, plain_training
+from oracle import load, plain_logprobs, plain_training
 from rank_pool import RankFailure
 from rl_dtensor_worker import DTensorPolicyWorker
 from rl_dtensor_worker.parallel.plans import apply_plan, plan_of
 from rl_dtensor_worker.parallel.styles import TensorParallel
-from test_parity import assert_equal_parameters
 from tiny_model import make_batch, make_config
+from tolerances import assert_all_close, assert_close
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -51,10 +51,8 @@ def assert_equals_plain(pools, path, section):
     expected = plain_logprobs(load(path), batch)
     parameters, _, _ = plain_training(path, batch, global_batch_size=4, num_calls=3)
     for result in results:
-        torch.testing.assert_close(
-            result.columns["logprobs"], expected, atol=LOGPROB_TOLERANCE, rtol=0
-        )
-        assert_equal_parameters(result.parameters, parameters, PARAMETER_TOLERANCE)
+        assert_close(result.columns["logprobs"], expected)
+        assert_all_close(result.parameters, parameters)
 
 
 @pytest.fixture(scope="module")
@@ -248,8 +246,8 @@ def test_a_loss_over_logits_gets_those_of_all_tokens(pools, tmp_path, model):
         loss="logits",
     )
     for result in results:
-        torch.testing.assert_close(result.losses, torch.tensor(losses), rtol=2e-6, atol=0)
-        assert_equal_parameters(result.parameters, parameters, PARAMETER_TOLERANCE)
+        assert_close(result.losses, losses, "losses")
+        assert_all_close(result.parameters, parameters)
 
 
 # Fused projections, which are gathered and then split; a plan of our own; and models without one,

@@ -9,6 +9,7 @@ from tiny_model import make_config
 @pytest.mark.slow_beyond(3, every=4)
 @pytest.mark.parametrize("transport", ["shm", "collective", "golden"])
 @pytest.mark.parametrize(("num_ranks", "pairs"), [(1, True), (2, True), (2, False)])
+@pytest.mark.promise_first(2)
 def test_receivers_get_the_weights_of_each_version(pools, tiny_model, transport, num_ranks, pairs):
     ranks = pools(num_ranks).run(
         weights_ranks.stream_weights,

@@ -1,11 +1,14 @@
 """The largest logits, and the scores of reward and value models, against plain transformers."""
 
+from functools import partial
+
 import pytest
 import scoring_ranks
 import torch
 import training_ranks
-from oracle import LOGPROB_TOLERANCE, LOSS_TOLERANCE, PARAMETER_TOLERANCE, largest_difference, load
+from oracle import assert_trained_like, load
 from tiny_model import build_tiny_model, make_batch, make_config
+from tolerances import LOGPROBS, assert_close, expected_of, measured_training
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -52,13 +55,17 @@ def gathered(parts):
 
 def plain_values(path, head, batch):
     """Return each token's score, row by row without any padding."""
+
+    def compute(model):
+        values = torch.zeros(batch["input_ids"].shape, dtype=model.dtype)
+        for row, length in enumerate(batch["input_lengths"].tolist()):
+            with torch.no_grad():
+                hidden = model.model(batch["input_ids"][row : row + 1, :length]).last_hidden_state
+                values[row, :length] = model.score(hidden)[0, :, 0]
+        return values
+
     model = PLAIN[head][1].from_pretrained(path, dtype=torch.float32).eval()
-    values = torch.zeros(batch["input_ids"].shape)
-    for row, length in enumerate(batch["input_lengths"].tolist()):
-        with torch.no_grad():
-            hidden = model.model(batch["input_ids"][row : row + 1, :length]).last_hidden_state
-            values[row, :length] = model.score(hidden)[0, :, 0]
-    return values
+    return expected_of(compute, model, LOGPROBS)
 
 
 @pytest.mark.slow_beyond(3, every=5)
@@ -84,12 +91,12 @@ def test_topk_logits_are_those_of_plain_transformers(
     assert found["topk_logits"].shape == found["topk_indices"].shape == (num_rows, 12, 3)
     model = load(tiny_model)
     for row, length in enumerate(batch["input_lengths"].tolist()):
-        with torch.no_grad():
-            logits = model(batch["input_ids"][row : row + 1, :length]).logits[0] / 0.7
-        values, indices = logits.topk(3)
-        torch.testing.assert_close(
-            found["topk_logits"][row, :length], values, atol=2 * LOGPROB_TOLERANCE, rtol=0
+        tokens = batch["input_ids"][row : row + 1, :length]
+        logits = expected_of(
+            lambda each, tokens=tokens: each(tokens).logits[0] / 0.7, model, LOGPROBS
         )
+        indices = logits.exact.topk(3).indices
+        assert_close(found["topk_logits"][row, :length], logits.gather(indices))
         assert torch.equal(found["topk_indices"][row, :length], indices)
         assert not found["topk_logits"][row, length:].any()
         assert not found["topk_indices"][row, length:].any()
@@ -111,7 +118,7 @@ def test_scores_are_those_of_plain_transformers(pools, judges, section, head):
     if head == "reward":
         expected = expected[torch.arange(5), batch["input_lengths"] - 1]
     assert scores.dtype is torch.float32
-    torch.testing.assert_close(scores, expected, atol=LOGPROB_TOLERANCE, rtol=0)
+    assert_close(scores, expected)
 
 
 @pytest.mark.parametrize("head", PLAIN)
@@ -126,20 +133,19 @@ def test_judges_train_on_their_scores(pools, judges, head):
         mbs=1,
     )
     model = PLAIN[head][1].from_pretrained(judges[head], dtype=torch.float32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     is_token = torch.arange(12) < batch["input_lengths"][:, None]
-    values = model.score(model.model(batch["input_ids"]).last_hidden_state).squeeze(-1)
-    if head == "reward":
-        scores = values[torch.arange(4), batch["input_lengths"] - 1]
-    else:
-        scores = values * is_token
-    loss = ((scores - 1) ** 2).sum() / 4
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    differences = largest_difference(trained.parameters, dict(model.named_parameters()))
-    assert differences < PARAMETER_TOLERANCE
-    assert float(trained.losses[-1]) == pytest.approx(loss.item(), rel=10 * LOSS_TOLERANCE)
+
+    def loss_of(model, batch):
+        values = model.score(model.model(batch["input_ids"]).last_hidden_state).squeeze(-1)
+        if head == "reward":
+            scores = values[torch.arange(4), batch["input_lengths"] - 1]
+        else:
+            scores = values * is_token
+        terms = (scores - 1) ** 2
+        return terms.sum() / 4, terms * (terms.numel() / 4)
+
+    plain = measured_training(model, partial(torch.optim.SGD, lr=0.1), loss_of, [batch])
+    assert_trained_like(plain, trained)
 
 
 def test_calls_that_a_head_does_not_allow_are_named(pools, tiny_model, judges):

@@ -46,6 +46,7 @@ def test_shards_of_converted_tensors_are_refused(pools, tmp_path):
 @pytest.mark.slow_beyond(3, every=5)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.promise_first(2)
 def test_every_rank_gets_every_tensor_bit_for_bit(pools, model, num_ranks, precision):
     # 48 and 64 rows over three ranks: the last shards are short, or empty.
     expected = expected_tensors(model, getattr(torch, precision))

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 from losses_for_tests import make_loss
+from patience import PATIENCE_S
 from ranks import my_rows, parameters_of, this_rank, worker_for
 from rl_interfaces.backend.transfer import QuantizedSource
 from tiny_model import make_batch
@@ -95,7 +96,7 @@ def stream_weights(*, config, transport, pairs):
             receivers_per_rank=counts, transport=transport, bucket_bytes=1 << 14
         )
         receivers = [
-            RefitReceiver(address, rank if pairs else index, timeout_s=60)
+            RefitReceiver(address, rank if pairs else index, timeout_s=PATIENCE_S)
             for index in range(counts[rank])
         ]
 
@@ -114,7 +115,7 @@ def stream_weights(*, config, transport, pairs):
                 worker.train(my_rows(batch, 4), make_loss("nll"))
                 running = [pool.submit(receive, each, version) for each in receivers]
                 report = worker.send_weights(version)
-                loaded = [future.result(timeout=60) for future in running]
+                loaded = [future.result(timeout=PATIENCE_S) for future in running]
                 own = parameters_of(worker)
                 is_same = all(_same(each, own) for each in loaded)
                 seen.append(Streamed(report, is_same, num_receivers=len(loaded)))
@@ -140,7 +141,7 @@ def broadcast_weights(*, config, port):
 
         def receive(receiver_rank):
             with BroadcastGroup(
-                "127.0.0.1", port, rank=receiver_rank, world_size=3, timeout_s=60
+                "127.0.0.1", port, rank=receiver_rank, world_size=3, timeout_s=PATIENCE_S
             ) as group:
                 return _same(dict(group.receive(info)), own)
 
@@ -148,7 +149,7 @@ def broadcast_weights(*, config, port):
             running = [pool.submit(receive, each) for each in (1, 2)] if rank == 0 else []
             worker.init_collective("127.0.0.1", port, 3)
             worker.broadcast_weights_for_collective()
-            return [future.result(timeout=60) for future in running]
+            return [future.result(timeout=PATIENCE_S) for future in running]
 
 
 def transfers_in_wrong_states(*, config):

@@ -194,6 +194,13 @@ class NeverColderThanOne(CapableWorker):
         return max(super().temperature(), 1.0)
 
 
+class DividingEveryLoss(CapableWorker):
+    def loss_input(self, batch, loss_fn):
+        if loss_fn.input_type is LossInput.LOGITS:
+            return self.logits(self.model, batch)
+        return self.logprobs(self.model, batch)
+
+
 class ReferringToLoadedWeights(CapableWorker):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -233,8 +240,8 @@ class HandingOutNothing(CapableWorker):
 
 
 class ReferringInAnotherOrder(CapableWorker):
-    def get_reference_policy_logprobs(self, data, micro_batch_size=None):
-        scores = super().get_reference_policy_logprobs(data, micro_batch_size)
+    def get_reference_policy_logprobs(self, data, micro_batch_size=None, **options):
+        scores = super().get_reference_policy_logprobs(data, micro_batch_size, **options)
         is_reversed = "row_id" in data and data["row_id"][0] > data["row_id"][-1]
         return {key: value * (OFF if is_reversed else 1) for key, value in scores.items()}
 
@@ -508,9 +515,9 @@ class MisreportingItsRate(CapableWorker):
 
 
 class DrawingForTheReference(CapableWorker):
-    def get_reference_policy_logprobs(self, data, micro_batch_size=None):
+    def get_reference_policy_logprobs(self, data, micro_batch_size=None, **options):
         torch.rand(1)
-        return super().get_reference_policy_logprobs(data, micro_batch_size)
+        return super().get_reference_policy_logprobs(data, micro_batch_size, **options)
 
 
 class DrawingForScores(CapableWorker):
@@ -651,9 +658,9 @@ class SavingInitialAdapters(CapableWorker):
 
 
 class ReferringToItsAdapters(CapableWorker):
-    def get_reference_policy_logprobs(self, data, micro_batch_size=None):
+    def get_reference_policy_logprobs(self, data, micro_batch_size=None, **options):
         if not self.config["plain_cfg"].get("adapters"):
-            return super().get_reference_policy_logprobs(data, micro_batch_size)
+            return super().get_reference_policy_logprobs(data, micro_batch_size, **options)
         return {"reference_logprobs": self.score_rows(self.model, data, micro_batch_size)}
 
 
@@ -693,6 +700,7 @@ BROKEN_WORKERS = {
     "logprobs_are_zero_where_no_token_is_scored": ScoringPadding,
     "micro_batches_do_not_change_logprobs": WrongInSmallMicroBatches,
     "temperature_divides_the_logits": NeverColderThanOne,
+    "supervised_losses_have_no_temperature": DividingEveryLoss,
     "the_reference_stays_the_initial_model": ReferringToLoadedWeights,
     "topk_logits_equal_the_oracle": SmallestFirst,
     "scores_equal_the_oracle": ScoringTheFirstToken,

@@ -3,6 +3,7 @@
 import logging
 import os
 import pickle
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -107,13 +108,15 @@ class PlainWorker:
 
     # Scores
 
-    def get_logprobs(self, data, micro_batch_size=None):
+    def get_logprobs(self, data, micro_batch_size=None, *, temperature=None):
         self.residency.require("get_logprobs")
-        return {"logprobs": self.score_rows(self.model, data, micro_batch_size)}
+        with self.scoring_at(temperature):
+            return {"logprobs": self.score_rows(self.model, data, micro_batch_size)}
 
-    def get_reference_policy_logprobs(self, data, micro_batch_size=None):
+    def get_reference_policy_logprobs(self, data, micro_batch_size=None, *, temperature=None):
         self.residency.require("get_reference_policy_logprobs")
-        return {"reference_logprobs": self.score_rows(self.reference, data, micro_batch_size)}
+        with self.scoring_at(temperature):
+            return {"reference_logprobs": self.score_rows(self.reference, data, micro_batch_size)}
 
     @torch.no_grad()
     def score_rows(self, model, data, micro_batch_size):
@@ -121,13 +124,22 @@ class PlainWorker:
         batches = self.micro_batches(data, micro_batch_size or 2)
         return torch.cat([self.logprobs(model, batch) for batch in batches])
 
+    @contextmanager
+    def scoring_at(self, temperature):
+        own = self.config["generation"]["temperature"]
+        self.config["generation"]["temperature"] = temperature or own
+        try:
+            yield
+        finally:
+            self.config["generation"]["temperature"] = own
+
     def check(self, data, *, keys=()):
         for key in ("input_ids", "input_lengths", *keys):
             if key not in data:
                 raise ValueError(f"{key!r} is missing")
         inside = torch.arange(data["input_ids"].shape[1]) < data["input_lengths"][:, None]
-        if (data["input_ids"][~inside] != PAD).any() or (data["input_ids"][inside] == PAD).any():
-            raise ValueError("'input_ids' is not right-padded")
+        if "attention_mask" in data and (data["attention_mask"].bool() != inside).any():
+            raise ValueError("'attention_mask' is not that of right padding")
 
     def micro_batches(self, data, size):
         for start in range(0, len(data["input_ids"]), size):
@@ -192,9 +204,11 @@ class PlainWorker:
         return rows["sample_mask"].sum(), tokens
 
     def loss_input(self, batch, loss_fn):
-        if loss_fn.input_type is LossInput.LOGITS:
-            return self.logits(self.model, batch)
-        return self.logprobs(self.model, batch)
+        is_sampled = getattr(loss_fn, "uses_sampling_temperature", True)
+        with self.scoring_at(None if is_sampled else 1.0):
+            if loss_fn.input_type is LossInput.LOGITS:
+                return self.logits(self.model, batch)
+            return self.logprobs(self.model, batch)
 
     def step(self):
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config["max_grad_norm"])
@@ -374,7 +388,7 @@ class CapableWorker(PlainWorker):
     def get_topk_logits(self, data, k, micro_batch_size=None):
         self.residency.require("get_topk_logits")
         self.check(data)
-        top = self.logits(self.model, data).topk(k)
+        top = self.model(data["input_ids"]).topk(k)
         inside = torch.arange(data["input_ids"].shape[1]) < data["input_lengths"][:, None]
         return {
             "topk_logits": top.values * inside[..., None],

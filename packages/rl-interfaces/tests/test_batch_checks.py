@@ -2,7 +2,11 @@ import pytest
 import torch
 from rl_batched_data import BatchedDataDict
 from rl_interfaces import resolve_policy_config
-from rl_interfaces.backend.steps import check_scoring_batch, check_training_batch
+from rl_interfaces.backend.steps import (
+    check_scoring_batch,
+    check_training_batch,
+    with_readable_padding,
+)
 from rl_interfaces.backend.worker import WorkerSettings
 
 pytestmark = pytest.mark.needs("rl-interfaces[backend]")
@@ -23,9 +27,21 @@ def _batch(**changes):
 
 
 def test_good_batches_pass():
-    check_training_batch(_batch(), pad_token_id=0, needs_token_mask=True)
-    check_training_batch(_batch(token_mask=None), pad_token_id=0, needs_token_mask=False)
-    check_scoring_batch(_batch(sample_mask=None, token_mask=None), pad_token_id=None)
+    check_training_batch(_batch(), needs_token_mask=True)
+    check_training_batch(_batch(token_mask=None), needs_token_mask=False)
+    check_scoring_batch(_batch(sample_mask=None, token_mask=None))
+
+
+def test_padding_outside_the_vocabulary_is_replaced_and_nothing_else():
+    data = _batch(input_ids=torch.tensor([[5, 6, 7], [8, 9, -100]]))
+    check_scoring_batch(data, vocab_size=64)
+    assert with_readable_padding(data, vocab_size=64)["input_ids"].tolist() == [
+        [5, 6, 7],
+        [8, 9, 0],
+    ]
+    assert data["input_ids"][1, 2] == -100
+    fine = _batch(input_ids=torch.tensor([[5, 6, 7], [8, 9, 63]]))
+    assert with_readable_padding(fine, vocab_size=64) is fine
 
 
 @pytest.mark.parametrize(
@@ -37,12 +53,14 @@ def test_good_batches_pass():
         ({"sample_mask": torch.ones(2, 3)}, ["'sample_mask'", "[2, 3]", "expected [2]"]),
         ({"advantages": torch.ones(2, 4)}, ["'advantages'", "[2, 4]", "[2, 3]"]),
         ({"text": ["a"]}, ["'text': 1", "'input_ids': 2"]),
-        ({"input_ids": torch.tensor([[5, 6, 7], [0, 8, 9]])}, ["'input_ids'[1]", "right-padded"]),
+        ({"attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1]])}, ["'attention_mask'[1]"]),
+        ({"input_ids": torch.tensor([[5, 6, 7], [8, 64, 0]])}, ["'input_ids'[1, 1]=64", "64 tok"]),
+        ({"input_ids": torch.tensor([[5, -1, 7], [8, 9, 0]])}, ["'input_ids'[0, 1]=-1", "64 tok"]),
     ],
 )
 def test_bad_batches_are_named(changes, words):
     with pytest.raises(ValueError, match=r".") as error:
-        check_training_batch(_batch(**changes), pad_token_id=0, needs_token_mask=True)
+        check_training_batch(_batch(**changes), needs_token_mask=True, vocab_size=64)
     assert all(word in str(error.value) for word in words), str(error.value)
 
 

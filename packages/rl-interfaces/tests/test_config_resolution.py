@@ -18,6 +18,8 @@ from rl_interfaces import (
     resolve_policy_config,
 )
 
+pytestmark = pytest.mark.promise
+
 RANKS = {"gpus_per_node": 0}
 BUDGETS = {"train_mb_tokens": 512, "logprob_mb_tokens": 1024}
 DTENSOR = {"enabled": True}

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 pytestmark = pytest.mark.needs("rl-interfaces[testing]")
 
@@ -43,7 +44,7 @@ def run(*arguments, **environment):
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         env=os.environ | environment,
     )
 

@@ -47,6 +47,7 @@ def test_a_rule_detects_the_worker_that_breaks_it(tmp_path, rule):
 
 @pytest.mark.slow_beyond(3, every=20)
 @pytest.mark.parametrize("rule", BROKEN_WORKERS)
+@pytest.mark.promise_first(1)
 def test_a_broken_worker_breaks_one_rule(tmp_path, rule):
     report = check_worker(plain_case(tmp_path, BROKEN_WORKERS[rule]), directory=tmp_path)
     assert report.broken == [rule], [report.of(name).text for name in report.broken]

@@ -4,7 +4,7 @@ import pytest
 from plain_conformance_case import plain_case
 from rl_interfaces.testing import WorkerConformance
 
-pytestmark = pytest.mark.needs("rl-interfaces[testing]")
+pytestmark = [pytest.mark.promise, pytest.mark.needs("rl-interfaces[testing]")]
 
 
 @pytest.fixture(scope="module")

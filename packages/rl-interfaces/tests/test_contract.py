@@ -1,6 +1,8 @@
 import pytest
 from rl_interfaces import CONTRACT_VERSION, ContractVersionError, check_contract_version
 
+pytestmark = pytest.mark.promise
+
 MAJOR, MINOR = CONTRACT_VERSION
 
 

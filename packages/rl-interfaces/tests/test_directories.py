@@ -8,7 +8,7 @@ import pytest
 from rl_interfaces.backend.checkpoint import directories
 from rl_interfaces.backend.checkpoint.directories import MARKER, check_complete, partial_of
 
-pytestmark = pytest.mark.needs("rl-interfaces[backend]")
+pytestmark = [pytest.mark.promise, pytest.mark.needs("rl-interfaces[backend]")]
 
 NAMES = ("weights", "optimizer")
 

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import rl_interfaces
 
+pytestmark = pytest.mark.promise
+
 SOURCES = Path(rl_interfaces.__file__).parent
 MODULES = sorted([*SOURCES.glob("*.py"), *SOURCES.glob("config/*.py")])
 # A data spec is understood from numbers.

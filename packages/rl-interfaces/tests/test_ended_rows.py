@@ -44,6 +44,8 @@ def completed(prompts, *, model):
         sampling=SAMPLING,
         greedy=True,
         tokenizer=TOKENIZER,
+        end_token_ids=[END],
+        num_token_ids=None,
         generator=torch.Generator(),
         max_total_length=64,
         device=torch.device("cpu"),

@@ -4,6 +4,8 @@ import textwrap
 import pytest
 from rl_interfaces import Environment, EnvironmentStep
 
+pytestmark = pytest.mark.promise
+
 
 def test_the_example_of_the_protocol_does_what_it_says():
     _, _, example = inspect.getdoc(Environment).partition('step("6")')

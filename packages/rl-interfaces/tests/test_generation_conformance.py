@@ -88,6 +88,7 @@ def generation_case():
     return StreamingBigrams()
 
 
+@pytest.mark.promise
 class TestBigrams(GenerationConformance):
     """A right backend."""
 

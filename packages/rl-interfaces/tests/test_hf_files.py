@@ -2,7 +2,7 @@ import pytest
 from rl_interfaces.backend.checkpoint.hf_files import find_checkpoint
 from transformers import PreTrainedConfig
 
-pytestmark = pytest.mark.needs("rl-interfaces[backend]")
+pytestmark = [pytest.mark.promise, pytest.mark.needs("rl-interfaces[backend]")]
 
 
 def test_a_directory_without_weights_is_refused(tmp_path):

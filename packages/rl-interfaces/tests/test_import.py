@@ -2,6 +2,9 @@ import subprocess
 import sys
 
 import pytest
+from patience import PATIENCE_S
+
+pytestmark = pytest.mark.promise
 
 HEAVY = ["torch", "ray", "numpy", "transformers", "pydantic", "rl_batched_data"]
 # The heavy modules are stood in for, so that an import of them shows wherever the tests run.
@@ -24,7 +27,7 @@ print(*(name for name in {HEAVY!r} if name in sys.modules))
 
 def run_isolated(code):
     return subprocess.run(
-        [sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=60
+        [sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=PATIENCE_S
     )
 
 

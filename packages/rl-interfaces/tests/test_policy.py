@@ -1,6 +1,8 @@
 import pytest
 from rl_interfaces import ColocatablePolicyInterface, GenerationInterface, PolicyInterface
 
+pytestmark = pytest.mark.promise
+
 POLICY = {
     "get_logprobs",
     "get_reference_policy_logprobs",

@@ -6,6 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from patience import PATIENCE_S
 from rl_interfaces.backend.runtime import RankEnvironment, ReservedPort, init_process_group
 
 pytestmark = pytest.mark.needs("rl-interfaces[backend]")
@@ -24,7 +25,7 @@ def test_nobody_else_gets_the_port():
 
 def test_a_store_listens_on_it():
     with ReservedPort() as port:
-        limit = timedelta(seconds=10)
+        limit = timedelta(seconds=PATIENCE_S)
         store = dist.TCPStore("127.0.0.1", port.number, 1, is_master=True, timeout=limit)
         port.close()
         client = dist.TCPStore("127.0.0.1", port.number, 1, is_master=False, timeout=limit)

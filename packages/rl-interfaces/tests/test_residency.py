@@ -3,6 +3,8 @@ import itertools
 import pytest
 from rl_interfaces import Residency, ResidencyError, ResidencyState
 
+pytestmark = pytest.mark.promise
+
 STATES = ["training", "inference", "refitting", "offloaded"]
 LEADS_TO = {
     "prepare_for_training": "training",

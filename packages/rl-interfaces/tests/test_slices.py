@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from patience import PATIENCE_S
 from rl_interfaces.backend.transfer import LayeredSource, WeightTransfer
 from rl_refit import RefitReceiver
 from rl_refit.resharding import Box, SliceReceiver, Want, local_shards
@@ -21,7 +22,7 @@ def transfer(monkeypatch):
     source = TensorSource(tensors)
     source.shards = lambda: local_shards(tensors)
     device = torch.device("cpu")
-    transfer = WeightTransfer(source, rank=0, device=device, device_id="cpu", timeout_s=5.0)
+    transfer = WeightTransfer(source, rank=0, device=device, device_id="cpu", timeout_s=PATIENCE_S)
     yield transfer
     transfer.close()
 
@@ -31,8 +32,8 @@ def test_slices_go_to_those_alone_that_are_named(transfer):
     place = torch.zeros(1, 2)
     wanted = [Want("weight", (2, 2), Box((1, 0), (1, 2)), place)]
     with (
-        RefitReceiver(address, 1, timeout_s=5.0) as receiver,
-        SliceReceiver(1, timeout_s=5.0) as slices,
+        RefitReceiver(address, 1, timeout_s=PATIENCE_S) as receiver,
+        SliceReceiver(1, timeout_s=PATIENCE_S) as slices,
         ThreadPoolExecutor() as threads,
     ):
         receiver.begin(1)
@@ -40,7 +41,7 @@ def test_slices_go_to_those_alone_that_are_named(transfer):
             receiver.receive, 1, lambda tensors: slices.receive(tensors, 1, wanted)
         )
         metrics = transfer.send(1, receivers=[1])
-        received.result(timeout=5)
+        received.result(timeout=PATIENCE_S)
     assert place.tolist() == [[2.0, 3.0]]
     assert (metrics["refit_bytes_sent"], metrics["refit_bytes"]) == (8, 16)
 

@@ -5,7 +5,7 @@ import torch
 from rl_interfaces.backend.steps import TrainReport, read_numbers
 from rl_interfaces.backend.worker import _metric
 
-pytestmark = pytest.mark.needs("rl-interfaces[backend]")
+pytestmark = [pytest.mark.promise, pytest.mark.needs("rl-interfaces[backend]")]
 
 
 def test_numbers_stay_what_they_are():

@@ -20,6 +20,8 @@ from rl_interfaces import (
     WeightSource,
 )
 
+pytestmark = pytest.mark.promise
+
 SIZES = st.integers(min_value=1, max_value=64)
 
 

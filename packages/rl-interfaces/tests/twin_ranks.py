@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from patience import PATIENCE_S
 from plain_conformance_case import plain_case
 from plain_policy_worker import PlainWorker
 from rl_interfaces import ParallelLayout
@@ -22,7 +23,6 @@ RULES = [
     "a_layout_is_of_all_ranks",
     "a_process_group_is_left_by_whoever_joined_it",
 ]
-LIMIT_S = 120
 
 
 class Twin(PlainWorker):
@@ -113,9 +113,11 @@ def check_on_two_ranks(directory, worker_class, rules=RULES):
         theirs.close()
         ends.append(ours)
     try:
-        return [end.recv() if wait([end], timeout=LIMIT_S) else "nothing in time" for end in ends]
+        return [
+            end.recv() if wait([end], timeout=PATIENCE_S) else "nothing in time" for end in ends
+        ]
     finally:
         for process in processes:
-            process.join(timeout=10)
+            process.join(timeout=PATIENCE_S)
             process.kill()
         port.close()

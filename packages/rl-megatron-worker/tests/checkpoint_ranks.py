@@ -8,6 +8,7 @@ import pytest
 import torch
 from megatron_ranks import build_reference, job
 from optim_ranks import build_trainer, train_step
+from patience import PATIENCE_S
 from rl_interfaces.backend.checkpoint.checkpointer import Checkpointer, RankRandomState
 from rl_megatron_worker.checkpoint import InProcessSave, MegatronFormat
 
@@ -26,7 +27,7 @@ def rank_state(state):
     return RankRandomState(data_parallel_rank=0, is_written_here=True, state=state)
 
 
-def start(runtime, plan, kind="dense", *, seed=0, timeout_s=60, **given):
+def start(runtime, plan, kind="dense", *, seed=0, timeout_s=PATIENCE_S, **given):
     reference = build_reference(kind, seed=seed)
     chunks, config, trainer = build_trainer(runtime, plan, reference, **given)
     layout = MegatronFormat(chunks, runtime, trainer=trainer)
@@ -145,7 +146,7 @@ def going_back_ranks(*, directory):
 def dying_writer_ranks(*, directory, victim):
     """Let a rank die while it writes the second checkpoint; return what the others see."""
     with job() as (runtime, plan):
-        _, chunks, config, trainer, saves = start(runtime, plan, timeout_s=20)
+        _, chunks, config, trainer, saves = start(runtime, plan, timeout_s=PATIENCE_S)
         saves.save(f"{directory}/weights", f"{directory}/optimizer")
         train_step(runtime, chunks, config, trainer, 0)
         if torch.distributed.get_rank() == victim:

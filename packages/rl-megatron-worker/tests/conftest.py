@@ -5,7 +5,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 if find_spec("megatron") is None:
     # Beside tests of other packages, where Megatron-core is not installed.
@@ -14,10 +13,6 @@ if find_spec("megatron") is None:
 sys.path.insert(0, str(Path(__file__).parent))  # forked ranks inherit it, and import the same
 
 from forked_ranks import RankPool
-
-# No time is a fault where other work may share the processor.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

@@ -10,10 +10,13 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron_ranks import job
-from rl_interfaces.backend.checkpoint.hf_files import SafetensorsFiles, write_hf_directory
+from rl_interfaces.backend.checkpoint.hf_files import (
+    SafetensorsFiles,
+    write_config,
+    write_hf_directory,
+)
 from rl_interfaces.backend.engine import HfExport
 from rl_megatron_worker.convert import converter_for
-from rl_megatron_worker.engine import write_config
 from rl_megatron_worker.layout import PackedRows
 from rl_megatron_worker.model import load as loading
 from rl_megatron_worker.model.build import build_model
@@ -24,7 +27,7 @@ from rl_megatron_worker.parallel.groups import MegatronLayout
 from rl_megatron_worker.parallel.schedule import run_chunk
 from rl_megatron_worker.weights import MegatronWeights
 from tiny_models import build_tokenizer
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig
 
 CPU = torch.device("cpu")
 
@@ -69,7 +72,7 @@ def logits(*, path, sequences):
         with runtime.scope():
             rows = PackedRows.of(edges, max_seqlen=max(lengths), group=group)
             hidden = run_chunk(chunks[0], torch.cat(sequences), rows)
-            return TokenHead(chunk=chunks[0], temperature=1.0).logits(hidden).split(lengths)
+            return TokenHead(chunk=chunks[0]).logits(hidden).split(lengths)
 
 
 def load_and_gather(*, paths, layout, dtype=torch.float32, wire_dtype=torch.float32, ddp=False):
@@ -221,9 +224,7 @@ def export(*, path, layout, directory, max_file_bytes, dtype=torch.float32):
         chunks, mappings, hf_config = load(path, runtime, ranks, dtype=dtype)
         write_hf_directory(
             HfExport(
-                write_config=partial(
-                    write_config, hf_config, GenerationConfig(eos_token_id=[1, 2])
-                ),
+                write_config=partial(write_config, hf_config, dtype=torch.float32),
                 source=MegatronWeights(chunks, mappings, wire_dtype=torch.float32, device=CPU),
             ),
             build_tokenizer(),

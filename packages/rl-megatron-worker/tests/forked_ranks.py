@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import PATIENCE_S
 from torch.distributed import TCPStore
 
-_LIMIT_S = 240
 _TESTS = Path(__file__).parent
 
 
@@ -89,7 +89,7 @@ class RankPool:
 
 
 def _results(connections, name):
-    deadline = time.monotonic() + _LIMIT_S
+    deadline = time.monotonic() + PATIENCE_S
     results = []
     for rank, connection in enumerate(connections):
         if not wait([connection], timeout=max(deadline - time.monotonic(), 1)):
@@ -112,7 +112,7 @@ def _raise_failures(results):
 
 def _end(processes):
     for process in processes:
-        process.join(timeout=10)
+        process.join(timeout=PATIENCE_S)
         if process.is_alive():
             process.kill()
             process.join()

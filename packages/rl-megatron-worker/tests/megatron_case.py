@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 from batches import make_config
+from patience import PATIENCE_S
 from rl_batched_data import BatchedDataDict
 from rl_interfaces.testing import ScheduleCase, Way, WorkerCase
 from rl_megatron_worker import MegatronPolicyWorker
@@ -11,7 +12,6 @@ from rl_refit.testing import receiver_in_thread
 from tiny_models import build_tokenizer
 from transformers import AutoModelForCausalLM
 
-LIMIT_S = 60
 RATE, DECAY_CALLS = 1e-3, 8
 BUDGET = 24
 SECTIONS = {
@@ -46,7 +46,7 @@ def open_receiver(worker):
     address = worker.open_refit(
         receivers_per_rank=[1] * ranks, transport="shm", bucket_bytes=1 << 14
     )
-    return receiver_in_thread(address, rank, send=worker.send_weights, timeout_s=LIMIT_S)
+    return receiver_in_thread(address, rank, send=worker.send_weights, timeout_s=PATIENCE_S)
 
 
 def planned(section):

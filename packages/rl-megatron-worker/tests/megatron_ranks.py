@@ -7,6 +7,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from patience import PATIENCE_S
 from reference_models import VOCAB, architecture_of, build_reference, shard_of
 from rl_batched_data.logprobs import target_scores
 from rl_interfaces.backend.runtime import RankEnvironment, init_process_group
@@ -22,6 +23,7 @@ from rl_megatron_worker.parallel.groups import (
 )
 from rl_megatron_worker.parallel.schedule import run_chunk
 from rl_megatron_worker.runtime import Runtime
+from tolerances import GRADIENTS, LOGPROBS, Expected, in_float64
 
 # The sequences of some micro-batches: multiples of twice the ranks that share them.
 LENGTHS = [[12, 8], [4], [8, 4, 16], [20]]
@@ -43,10 +45,10 @@ def section(**overrides):
 def job(**overrides):
     """Give the runtime and the layout of a rank, its groups set up while inside."""
     environment = RankEnvironment.from_environment()
-    init_process_group(environment, timeout_s=60)
+    init_process_group(environment, timeout_s=PATIENCE_S)
     runtime = Runtime(environment)
     layout = plan_layout(section(**overrides), world_size=environment.world_size)
-    init_model_parallel(layout, runtime, timeout_s=60)
+    init_model_parallel(layout, runtime, timeout_s=PATIENCE_S)
     runtime.seed(0)
     try:
         yield runtime, layout
@@ -157,20 +159,28 @@ def token_weights(tokens):
     return torch.arange(1.0, len(tokens) + 1) / len(tokens)
 
 
-def reference_pass(reference, tokens, lengths):
-    """Return the same log-probabilities by transformers, one sequence at a time, and add grads."""
+def reference_logprobs(reference, tokens, lengths):
+    """Return the same log-probabilities by transformers, one sequence at a time."""
     outputs = []
     targets = tokens.roll(-1)
     for row, target in zip(tokens.split(lengths), targets.split(lengths), strict=True):
-        logits = reference(input_ids=row[None]).logits[0].float()
+        logits = reference(input_ids=row[None]).logits[0]
         outputs.append(logits.log_softmax(-1).gather(-1, target[:, None])[:, 0])
-    logprobs = torch.cat(outputs)
+    return torch.cat(outputs)
+
+
+def reference_pass(reference, tokens, lengths):
+    """Return them, and add the gradients of the same loss."""
+    logprobs = reference_logprobs(reference, tokens, lengths)
     (logprobs * token_weights(tokens)).sum().backward()
     return logprobs.detach()
 
 
 def whole_model_ranks(*, kind, **overrides):
-    """Return the largest differences of log-probabilities and gradients from transformers'."""
+    """Return errors of log-probabilities and gradients against transformers' in float64.
+
+    As shares of their bounds, which are multiples of the errors of transformers in float32.
+    """
     with job(**overrides) as (runtime, layout):
         reference = build_reference(kind)
         chunks, config = build(runtime, layout, reference)
@@ -179,15 +189,30 @@ def whole_model_ranks(*, kind, **overrides):
         batches = [make_micro_batch(index) for index in range(num * layout.data)]
         first = parallel_state.get_data_parallel_rank() * num
         logprobs = run_schedule(runtime, chunks, config, batches[first : first + num])
-        expected = [reference_pass(reference, *batch) for batch in batches][first : first + num]
-        gradients = {name: each.grad for name, each in reference.named_parameters()}
+        oracle = in_float64(reference)
+        exact, plain = (
+            [reference_pass(model, *batch) for batch in batches] for model in (oracle, reference)
+        )
+        of_logprobs = bound_of(exact, plain, LOGPROBS)
+        gradients = {name: each.grad for name, each in oracle.named_parameters()}
+        rounded = [each.grad for each in reference.parameters()]
+        of_gradients = bound_of(gradients.values(), rounded, GRADIENTS)
+        pairs = expected_parameters(chunks, gradients, reference.config)
+        mine = exact[first : first + num]
         return {
             "logprobs": [
-                (own - other).abs().max().item()
-                for own, other in zip(logprobs, expected, strict=bool(logprobs))
+                (own - other).abs().max().item() / of_logprobs
+                for own, other in zip(logprobs, mine, strict=bool(logprobs))
             ],
             "gradients": [
-                ((parameter.main_grad - value).abs().max() / value.abs().max()).item()
-                for parameter, value in expected_parameters(chunks, gradients, reference.config)
+                (parameter.main_grad - value).abs().max().item() / of_gradients
+                for parameter, value in pairs
             ],
         }
+
+
+def bound_of(exact, rounded, row):
+    """Return the largest error that a row of the table allows of some tensors."""
+    exact, rounded = (torch.cat([each.flatten() for each in side]) for side in (exact, rounded))
+    error = float((exact - rounded).abs().max())
+    return Expected(exact=exact, error=error, row=row).bound

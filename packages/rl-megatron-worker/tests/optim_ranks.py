@@ -1,5 +1,7 @@
 """What the tests of the optimizer run on ranks."""
 
+from functools import partial
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -10,11 +12,14 @@ from megatron_ranks import (
     expected_parameters,
     job,
     make_micro_batch,
+    reference_logprobs,
     reference_pass,
     run_schedule,
+    token_weights,
 )
 from rl_megatron_worker.config import OptimizerSettings, SchedulerSettings
 from rl_megatron_worker.optim import Trainer
+from tolerances import measured_training
 
 MAX_NORM = 3.0
 
@@ -80,21 +85,21 @@ def train_step(runtime, chunks, config, trainer, step):
     return norm, finite
 
 
-def reference_step(reference, optimizer, step, *, num_ranks):
-    """Take the same step with transformers and torch."""
-    optimizer.zero_grad()
-    size = len(LENGTHS) * num_ranks
-    for index in range(size):
-        reference_pass(reference, *make_micro_batch(step * size + index))
-    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), MAX_NORM)
-    optimizer.step()
-    return norm
+def reference_loss(reference, step, *, num_ranks):
+    """Return the loss of the same step by transformers, and its terms."""
+    size, terms = len(LENGTHS) * num_ranks, []
+    for index in range(step * size, (step + 1) * size):
+        tokens, lengths = make_micro_batch(index)
+        terms.append(reference_logprobs(reference, tokens, lengths) * token_weights(tokens))
+    terms = torch.cat(terms)
+    return terms.sum(), terms
 
 
-def reference_optimizer(reference, cls=torch.optim.AdamW, **arguments):
+def reference_optimizer(parameters, *, cls=torch.optim.AdamW, **arguments):
     """Return torch's optimizer, which decays matrices alone, as Megatron-core's does."""
-    matrices = [each for each in reference.parameters() if each.ndim > 1]
-    vectors = [each for each in reference.parameters() if each.ndim == 1]
+    parameters = list(parameters)
+    matrices = [each for each in parameters if each.ndim > 1]
+    vectors = [each for each in parameters if each.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     return cls(groups, lr=1e-3, **arguments)
 
@@ -102,29 +107,47 @@ def reference_optimizer(reference, cls=torch.optim.AdamW, **arguments):
 def three_steps_ranks(
     *, kind="dense", num_layers=2, layout=None, sgd=False, coupled=False, **given
 ):
-    """Return the largest differences of norms and parameters from torch's after three steps."""
+    """Return errors of norms and parameters against torch's three steps in float64.
+
+    As shares of what rounding explains.
+    """
     with job(**(layout or {})) as (runtime, plan):
         reference = build_reference(kind, num_layers=num_layers)
         if sgd:
             given |= {"kind": "sgd"}
-            oracle = reference_optimizer(reference, torch.optim.SGD, momentum=0.9)
+            optimizer = {"cls": torch.optim.SGD, "momentum": 0.9}
         else:
             cls = torch.optim.Adam if coupled else torch.optim.AdamW
             given |= {"decoupled_weight_decay": not coupled}
-            oracle = reference_optimizer(reference, cls, betas=(0.9, 0.95), eps=1e-6)
+            optimizer = {"cls": cls, "betas": (0.9, 0.95), "eps": 1e-6}
         chunks, config, trainer = build_trainer(runtime, plan, reference, **given)
+        plain = measured_training(
+            reference,
+            partial(reference_optimizer, **optimizer),
+            partial(reference_loss, num_ranks=plan.data),
+            range(3),
+            max_norm=MAX_NORM,
+        )
         norms = []
         for step in range(3):
             norm, finite = train_step(runtime, chunks, config, trainer, step)
-            expected = reference_step(reference, oracle, step, num_ranks=plan.data)
-            norms.append(((norm - expected).abs() / expected).item())
+            expected = plain.norms[step]
+            norms.append(float((norm - expected.exact).abs() / expected.bound))
             assert finite
         trainer.advance_schedule()
-        pairs = expected_parameters(chunks, dict(reference.named_parameters()), reference.config)
+        exact = {name: each.exact for name, each in plain.parameters.items()}
+        bounds = {name: each.bound for name, each in plain.parameters.items()}
+        pairs, limits = (
+            expected_parameters(chunks, each, reference.config) for each in (exact, bounds)
+        )
         return {
             "norms": max(norms),
-            "clipped": bool(expected > MAX_NORM),
-            "parameters": max((own - value).abs().max().item() for own, value in pairs),
+            "clipped": bool(expected.exact > MAX_NORM),
+            "parameters": max(
+                # Rows that complete the vocabulary are 0, and so is their limit.
+                ((own - value).abs() / limit.clamp(min=1e-12)).max().item()
+                for (own, value), (_, limit) in zip(pairs, limits, strict=True)
+            ),
         }
 
 

@@ -1,14 +1,18 @@
 """What a plain transformers model and a plain loop give for the same input."""
 
-import torch
-from transformers import AutoModelForCausalLM
+from functools import partial
 
-# One table of tolerances, each with its reason.
-LOGPROB_TOLERANCE = 1e-5  # float32 attention over rows of unlike width rounds differently
-PARAMETER_TOLERANCE = 1e-5  # three AdamW calls (eps 1e-6) amplify the order of float32 sums
-# Losses are about 4, norms about 10, where float32 has steps of 5e-7 and 1e-6: sums of hundreds of
-# terms, taken in another order, agree to a few of them.
-RELATIVE_TOLERANCE = 2e-6
+import torch
+from tolerances import (
+    LOGPROBS,
+    NORMS,
+    PARAMETERS,
+    Expected,
+    expected_of,
+    in_float64,
+    measured_training,
+)
+from transformers import AutoModelForCausalLM
 
 
 def load(model_name):
@@ -19,16 +23,22 @@ def load(model_name):
     return model
 
 
-def plain_logprobs(model, batch, *, temperature=1.0):
+def plain_logprobs(model, batch, *, temperature=1.0, dtype=torch.float32):
     """Return log p(token t | tokens < t), row by row without any padding."""
-    out = torch.zeros(batch["input_ids"].shape)
-    for row, length in enumerate(batch["input_lengths"].tolist()):
-        tokens = batch["input_ids"][row : row + 1, :length]
-        with torch.no_grad():
-            logits = model(tokens).logits[0] / temperature
-        chosen = logits[:-1].log_softmax(-1).gather(-1, tokens[0, 1:, None])
-        out[row, 1:length] = chosen.squeeze(-1)
-    return out
+
+    def compute(model):
+        # Half precision ends with the logits.
+        out_dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+        out = torch.zeros(batch["input_ids"].shape, dtype=out_dtype)
+        for row, length in enumerate(batch["input_lengths"].tolist()):
+            tokens = batch["input_ids"][row : row + 1, :length]
+            with torch.no_grad():
+                logits = model(tokens).logits[0].to(out_dtype) / temperature
+            chosen = logits[:-1].log_softmax(-1).gather(-1, tokens[0, 1:, None])
+            out[row, 1:length] = chosen.squeeze(-1)
+        return out
+
+    return expected_of(compute, model, LOGPROBS, dtype=dtype)
 
 
 def _is_token(rows):
@@ -45,19 +55,26 @@ def _padded_logprobs(model, rows):
 def plain_training(model_name, batch, *, global_batch_size, num_calls):
     """Train on whole global batches with torch.optim alone; return parameters, losses, norms."""
     model = load(model_name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6, weight_decay=0.0)
-    losses, norms = [], []
-    for _ in range(num_calls):
-        for start in range(0, len(batch["input_ids"]), global_batch_size):
-            rows = {k: v[start : start + global_batch_size] for k, v in batch.items()}
-            mask = rows["token_mask"][:, 1:] * rows["sample_mask"][:, None]
-            loss = -(_padded_logprobs(model, rows) * mask).sum() / mask.sum()
-            loss.backward()
-            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    return model.state_dict(), losses, norms
+    starts = range(0, len(batch["input_ids"]), global_batch_size)
+    batches = [
+        {k: v[start : start + global_batch_size] for k, v in batch.items()} for start in starts
+    ]
+    adamw = partial(torch.optim.AdamW, lr=1e-3, eps=1e-6, weight_decay=0.0)
+    trained = measured_training(model, adamw, mean_nll, batches * num_calls)
+    # A file has buffers, and tied weights under both names.
+    names = {id(each): name for name, each in model.named_parameters()}
+    for name, each in model.named_parameters(remove_duplicate=False):
+        trained.parameters[name] = trained.parameters[names[id(each)]]
+    for name, each in model.named_buffers():
+        trained.parameters[name] = Expected(exact=each.double(), error=0.0, row=PARAMETERS)
+    return trained
+
+
+def mean_nll(model, rows):
+    """Return the mean over targets of padded rows, and its terms."""
+    mask = rows["token_mask"][:, 1:] * rows["sample_mask"][:, None]
+    terms = -_padded_logprobs(model, rows) * mask
+    return terms.sum() / mask.sum(), terms
 
 
 def plain_balanced_norm(model_name, batch, *, coefficient, micro_batch_size):
@@ -66,7 +83,21 @@ def plain_balanced_norm(model_name, batch, *, coefficient, micro_batch_size):
     The latter is that of the Switch Transformer (Fedus et al. 2021, equation 4), of each
     micro-batch, as a mean over the tokens of all of them.
     """
-    model, routed = load(model_name), []
+    plain = load(model_name)
+    exact, rounded = (
+        _balanced_gradients(model, batch, coefficient, micro_batch_size)
+        for model in (in_float64(plain), plain)
+    )
+    wrong = [left.double() - right for left, right in zip(rounded, exact, strict=True)]
+    return Expected(
+        exact=torch.nn.utils.get_total_norm(exact),
+        error=float(torch.nn.utils.get_total_norm(wrong)),
+        row=NORMS,
+    )
+
+
+def _balanced_gradients(model, batch, coefficient, micro_batch_size):
+    routed = []
     # Padding that is routed has gradients.
     model.get_input_embeddings().padding_idx = None
 
@@ -91,4 +122,4 @@ def plain_balanced_norm(model_name, batch, *, coefficient, micro_batch_size):
             loss = loss + coefficient * balance * count / num_tokens
         routed.clear()
         loss.backward()
-    return float(torch.nn.utils.get_total_norm([each.grad for each in model.parameters()]))
+    return [each.grad for each in model.parameters()]

@@ -8,10 +8,9 @@ import torch.distributed as dist
 import torch.utils._python_dispatch as dispatch
 from convert_ranks import CPU, load
 from megatron_ranks import job
+from patience import PATIENCE_S
 from rl_megatron_worker.weights import MegatronWeights
 from rl_refit.resharding import ReshardSender
-
-LIMIT_S = 60.0
 
 
 class LargestAllocation(dispatch.TorchDispatchMode):
@@ -28,7 +27,7 @@ class LargestAllocation(dispatch.TorchDispatchMode):
         return out
 
 
-def send(*, path, layout, num_engines, address, limit_s=LIMIT_S):
+def send(*, path, layout, num_engines, address, limit_s=PATIENCE_S):
     """Send a model, and after a change once more; return what this rank has sent and made."""
     with job(**layout) as (runtime, ranks):
         chunks, mappings, _ = load(path, runtime, ranks)

@@ -7,9 +7,10 @@ from rl_megatron_worker.attention import PackedAttention
 from rl_megatron_worker.compat.cpu_scope import cpu_scope
 from rl_megatron_worker.layout import PackedRows
 from rl_megatron_worker.model.config import DecoderConfig
+from tolerances import FLOAT64
 
 # The inputs are float64: what differs is the order of sums.
-TOLERANCE = 1e-12
+TOLERANCE = FLOAT64
 
 LENGTHS = {
     "one": [8],

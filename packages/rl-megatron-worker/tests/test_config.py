@@ -8,6 +8,8 @@ from rl_megatron_worker import MegatronPolicyWorker
 from rl_megatron_worker.config import EngineConfig
 from tiny_models import build_tiny
 
+pytestmark = pytest.mark.promise
+
 ADAM = {"optimizer": "adam", "lr": 1e-3}
 DDP = "distributed_data_parallel_config"
 

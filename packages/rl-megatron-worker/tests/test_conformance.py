@@ -30,5 +30,6 @@ def run_ranks(layout, pools):
     return pools(layout[0]).run
 
 
+@pytest.mark.promise
 class TestMegatronWorker(WorkerConformance):
     pass

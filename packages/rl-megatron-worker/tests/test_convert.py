@@ -17,6 +17,7 @@ from rl_megatron_worker.convert.mappings import slice_pieces, total_length
 from rl_megatron_worker.model.config import DecoderConfig
 from safetensors.torch import load_file
 from tiny_models import KINDS, build_tiny, tiny_config
+from tolerances import ELEMENTWISE, FLOAT64
 from transformers import AutoConfig, GPT2Config, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -190,7 +191,7 @@ def test_gated_mlp_over_shards_equals_the_full_one(size, tmp_path):
         for name in ("gate", "up", "down")
     )
     expected = (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
-    torch.testing.assert_close(sum(parts), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(sum(parts), expected, rtol=0, atol=FLOAT64)
 
 
 def test_padding_of_the_vocabulary_is_zero(tmp_path):
@@ -252,7 +253,7 @@ def test_theta_and_scaling_are_those_of_transformers():
         )
         expected, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
         frequencies = embedding.get_freqs_non_repeated(3)[1]
-        torch.testing.assert_close(frequencies, expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(frequencies, expected, rtol=ELEMENTWISE, atol=0)
         assert factor == 1.0
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from batches import make_batch, make_config
 from parity_checks import assert_greedy_is_that_of_transformers, num_layers_of
-from plain_loop import LOGPROB_TOLERANCE
+from plain_loop import load, plain_logprobs
 from tiny_models import build_tiny
+from tolerances import assert_close
 from worker_ranks import generate_and_score
 
 TP = "tensor_model_parallel_size"
@@ -63,6 +64,7 @@ def models(tmp_path_factory):
 
 @pytest.mark.slow_beyond(2, every=4)
 @pytest.mark.parametrize(("kind", "layout"), CASES)
+@pytest.mark.promise_first(1)
 def test_greedy_completions_are_those_of_transformers(pools, models, kind, layout):
     model, (num_ranks, sizes) = models[kind, num_layers_of(layout)], LAYOUTS[layout]
     # Two rows of a batch of three have one prompt, and so one prefill.
@@ -86,12 +88,13 @@ def test_sampled_tokens_have_the_log_probabilities_that_scoring_gives(pools, mod
     for result in results:
         is_new = result["logprobs"] != 0
         assert is_new.sum() == result["generation_lengths"].sum()
-        torch.testing.assert_close(
-            result["logprobs"][is_new],
-            result["scored"][is_new],
-            atol=LOGPROB_TOLERANCE,
-            rtol=0,
-        )
+        rows = {
+            "input_ids": result["output_ids"],
+            "input_lengths": result["unpadded_sequence_lengths"],
+        }
+        expected = plain_logprobs(load(model), rows)[is_new]
+        for key in ("logprobs", "scored"):
+            assert_close(result[key][is_new], expected, key)
         same = [each for each in results if each["place"] == result["place"]]
         assert all(torch.equal(each["output_ids"], result["output_ids"]) for each in same)
 

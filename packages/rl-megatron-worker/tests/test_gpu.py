@@ -5,12 +5,13 @@ import torch
 from batches import make_batch, make_config
 from parity_checks import (
     LAYOUTS,
-    assert_equal_parameters,
     assert_greedy_is_that_of_transformers,
+    assert_parameters,
     joined,
 )
 from plain_loop import load, plain_logprobs, plain_training
 from tiny_models import build_tiny
+from tolerances import assert_close
 from worker_ranks import (
     devices_in_each_state,
     generate_and_score,
@@ -19,9 +20,6 @@ from worker_ranks import (
 )
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-# TF32 is off by default in torch; what is left is another order of float32 sums.
-GPU_TOLERANCE = 2e-5
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +35,11 @@ def check(pools, model, num_ranks, layout):
     parameters, losses, _ = plain_training(model, batch, global_batch_size=4, num_calls=3)
     expected = plain_logprobs(load(model), batch)
     for key in ("logprobs", "reference"):
-        torch.testing.assert_close(joined(results, key), expected, atol=GPU_TOLERANCE, rtol=0)
+        assert_close(joined(results, key), expected, key)
     for result in results:
-        torch.testing.assert_close(result["losses"], torch.tensor(losses), atol=1e-5, rtol=1e-5)
+        assert_close(result["losses"], losses, "losses")
         found = {name: tensor.cpu() for name, tensor in result["parameters"].items()}
-        assert_equal_parameters(found, parameters, GPU_TOLERANCE)
+        assert_parameters(found, parameters)
 
 
 @pytest.mark.gpu

@@ -6,12 +6,12 @@ import torch
 from plain_loop import load
 from safetensors.torch import load_file, save_file
 from tiny_models import KINDS, VOCAB_SIZE, build_tiny
+from tolerances import LOGPROBS, assert_close, expected_of
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 
 # Both compute in float32, in another order of additions.
-LOGITS_ATOL = 1e-5
 
 
 def make_sequences():
@@ -114,11 +114,12 @@ def test_logits_are_those_of_transformers(pools, tmp_path, variant):
     sequences = make_sequences()
     ((*found,),) = pools(1).run(convert_ranks.logits, path=path, sequences=sequences)
     model = load(path)
-    with torch.no_grad():
-        for tokens, logits in zip(sequences, found, strict=True):
-            expected = model(input_ids=tokens[None]).logits[0]
-            assert expected.abs().max() > 0.3
-            torch.testing.assert_close(logits, expected, rtol=0, atol=LOGITS_ATOL)
+    for tokens, logits in zip(sequences, found, strict=True):
+        expected = expected_of(
+            lambda each, tokens=tokens: each(input_ids=tokens[None]).logits[0], model, LOGPROBS
+        )
+        assert expected.exact.abs().max() > 0.3
+        assert_close(logits, expected)
 
 
 @pytest.mark.parametrize(

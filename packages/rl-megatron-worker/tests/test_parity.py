@@ -11,16 +11,14 @@ import os
 import pytest
 import torch
 from batches import make_batch, make_config
-from parity_checks import LAYOUTS, PP, TP, assert_equal_parameters, joined, num_layers_of
+from parity_checks import LAYOUTS, PP, TP, assert_parameters, joined, num_layers_of
 from plain_loop import (
-    LOGPROB_TOLERANCE,
-    PARAMETER_TOLERANCE,
-    RELATIVE_TOLERANCE,
     load,
     plain_logprobs,
     plain_training,
 )
 from tiny_models import WITH_EXPERTS, build_tiny
+from tolerances import assert_close
 from worker_ranks import BUDGET, run_case
 
 LATER_LAYERS = {"use_sliding_window": True, "max_window_layers": 1}
@@ -140,6 +138,7 @@ def stored(path):
 
 @pytest.mark.slow_beyond(12, every=4)
 @pytest.mark.parametrize(("layout", "model", "batching"), CASES, ids=map("-".join, CASES))
+@pytest.mark.promise_first(4)
 def test_every_layout_equals_plain_transformers(pools, oracles, layout, model, batching):
     num_ranks, sizes = LAYOUTS[layout]
     section, oracle = BATCHINGS[batching], oracles(model, num_layers_of(layout))
@@ -154,17 +153,13 @@ def test_every_layout_equals_plain_transformers(pools, oracles, layout, model, b
     )
     expected, losses, norms = oracle["training"]
     for key in ("logprobs", "reference"):
-        torch.testing.assert_close(
-            joined(results, key), oracle["logprobs"], atol=LOGPROB_TOLERANCE, rtol=0
-        )
+        assert_close(joined(results, key), oracle["logprobs"], key)
     for result in results:
         assert result["sent"].keys() == oracle["weights"].keys()
         assert all(torch.equal(result["sent"][n], w) for n, w in oracle["weights"].items())
         for key, plain in (("losses", losses), ("grad_norms", norms)):
-            torch.testing.assert_close(
-                result[key], torch.tensor(plain), rtol=RELATIVE_TOLERANCE, atol=0
-            )
-        assert_equal_parameters(result["parameters"], expected, PARAMETER_TOLERANCE)
+            assert_close(result[key], plain, key)
+        assert_parameters(result["parameters"], expected)
 
 
 @pytest.mark.slow
@@ -184,6 +179,5 @@ def test_norms_count_each_experts_bias_once_where_tensor_parallel_ranks_have_the
     )
     _, _, norms = oracle["training"]
     # A call has two steps.
-    expected = torch.tensor(norms)[:2]
     for result in results:
-        torch.testing.assert_close(result["grad_norms"], expected, rtol=RELATIVE_TOLERANCE, atol=0)
+        assert_close(result["grad_norms"], norms[:2], "grad_norms")

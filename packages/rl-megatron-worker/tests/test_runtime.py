@@ -9,6 +9,7 @@ from forked_ranks import RankPool
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
+from patience import PATIENCE_S
 from rl_interfaces.backend.runtime import RankEnvironment
 from rl_megatron_worker.compat import cpu_scope as cpu_scope_module
 from rl_megatron_worker.compat.cpu_scope import check_megatron_is_known, cpu_scope
@@ -109,16 +110,16 @@ def test_attributes_stay_while_another_thread_is_inside(runtime):
     def other():
         with runtime.scope():
             entered.set()
-            assert leave.wait(timeout=30)
+            assert leave.wait(timeout=PATIENCE_S)
 
     thread = threading.Thread(target=other)
     thread.start()
-    assert entered.wait(timeout=30)
+    assert entered.wait(timeout=PATIENCE_S)
     with runtime.scope():
         inside = everything()
     assert everything() == inside
     leave.set()
-    thread.join(timeout=30)
+    thread.join(timeout=PATIENCE_S)
     assert everything() == before
 
 
@@ -134,7 +135,7 @@ def test_what_torch_does_with_cuda_is_changed_in_the_thread_that_entered_alone(r
     with runtime.scope():
         thread = threading.Thread(target=other)
         thread.start()
-        thread.join(timeout=30)
+        thread.join(timeout=PATIENCE_S)
     assert found
 
 

@@ -1,18 +1,20 @@
 """A worker that is saved in one layout of ranks and goes on in another."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from batches import make_batch, make_config
-from parity_checks import assert_equal_parameters
-from plain_loop import load
+from parity_checks import assert_equal_parameters, in_memory
+from plain_loop import load, plain_training
 from tiny_models import build_tiny
-from transformers import AutoTokenizer, GenerationConfig
+from tolerances import assert_alike
+from transformers import AutoTokenizer
 from worker_ranks import load_and_train, train_and_save
 
 TP = "tensor_model_parallel_size"
 PP = "pipeline_model_parallel_size"
-# One AdamW step (eps 1e-6) from the same state, with sums in another order.
-GOING_ON_TOLERANCE = 1e-6
+GENERATION_CONFIG = '{"do_sample": false, "temperature": 0.6, "eos_token_id": [1, 7]}'
 
 # Families with modules that Megatron-core does not know, and biases of routers.
 OWN_MODULES = {
@@ -29,7 +31,8 @@ OWN_MODULES = {
 def saved(pools, tmp_path_factory):
     """What two tensor-parallel ranks saved, and what became of them."""
     model = build_tiny(tmp_path_factory.mktemp("qwen2"), "qwen2", tied=True, num_hidden_layers=2)
-    GenerationConfig(eos_token_id=[1, 7]).save_pretrained(model)
+    # transformers reads it, and would not write it.
+    (Path(model) / "generation_config.json").write_text(GENERATION_CONFIG)
     directory = tmp_path_factory.mktemp("saved")
     results = pools(2).run(
         train_and_save,
@@ -59,10 +62,18 @@ def test_training_goes_on(pools, saved, num_ranks, layout):
     ):
         for name, tensor in results[0]["saved"].items():
             assert torch.equal(found["loaded"][name], tensor)
-        tolerance = 0.0 if same else GOING_ON_TOLERANCE
-        assert_equal_parameters(found["after"], results[0]["after"], tolerance)
+        assert_both_went_on(found["after"], results[0]["after"], model)
         if same:
+            assert_equal_parameters(found["after"], results[0]["after"], 0.0)
             assert torch.equal(found["drawn"], results[rank]["drawn"])
+
+
+def assert_both_went_on(found, other, model):
+    """Hold two runs of as many steps against each other, at what rounding explains."""
+    plain = plain_training(model, make_batch(4), global_batch_size=4, num_calls=3)
+    assert found.keys() == other.keys()
+    for name, tensor in found.items():
+        assert_alike(tensor, other[name], in_memory(plain.parameters, name), name)
 
 
 def test_a_worker_that_is_off_the_device_is_saved_and_stays_there(saved):
@@ -74,7 +85,7 @@ def test_what_is_exported_is_what_was_saved(saved):
     exported = load(directory / "exported").state_dict()
     assert len(list((directory / "exported").glob("*.safetensors"))) > 1
     assert_equal_parameters(results[0]["saved"], exported, 0.0)
-    assert GenerationConfig.from_pretrained(directory / "exported").eos_token_id == [1, 7]
+    assert (directory / "exported/generation_config.json").read_text() == GENERATION_CONFIG
     assert AutoTokenizer.from_pretrained(directory / "exported").pad_token == "<pad>"
     assert AutoTokenizer.from_pretrained(directory / "tokenizer").pad_token == "<pad>"
 
@@ -90,5 +101,4 @@ def test_modules_of_our_own_are_saved_by_sharded_ranks_and_loaded_by_one(pools, 
     assert found["loaded"].keys() == saved["saved"].keys()
     for name, tensor in saved["saved"].items():
         assert torch.equal(found["loaded"][name], tensor), name
-    for name, tensor in saved["after"].items():
-        torch.testing.assert_close(found["after"][name], tensor, atol=GOING_ON_TOLERANCE, rtol=0)
+    assert_both_went_on(found["after"], saved["after"], model)

@@ -12,14 +12,12 @@ from pathlib import Path
 import pytest
 import slices_ranks
 import torch
+from patience import PATIENCE_S
 from rl_refit import RefitReceiver
 from rl_refit.plan import TensorSpec, layer_of
 from rl_refit.resharding import ParallelLayout, SliceReceiver, Want
 from safetensors.torch import load_file
-from slices_ranks import LIMIT_S
 from tiny_models import build_tiny
-
-ENGINE_LIMIT_S = 200.0  # starting one takes most of it beside other work
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -69,8 +67,8 @@ class Engine:
         """Receive two versions; return the reports."""
         address, reports = wait_for(path), []
         with (
-            RefitReceiver(address, self.rank, timeout_s=LIMIT_S) as receiver,
-            SliceReceiver(self.rank, timeout_s=LIMIT_S) as slices,
+            RefitReceiver(address, self.rank, timeout_s=PATIENCE_S) as receiver,
+            SliceReceiver(self.rank, timeout_s=PATIENCE_S) as slices,
         ):
             for version in (1, 2):
                 receiver.begin(version)
@@ -84,7 +82,7 @@ class Engine:
 
 def wait_for(path, sending=None):
     """Return the trainers' address, or raise what they have raised."""
-    end = time.monotonic() + LIMIT_S
+    end = time.monotonic() + PATIENCE_S
     while not path.exists():
         if sending is not None and sending.done():
             sending.result()
@@ -112,7 +110,7 @@ def test_engines_get_their_slices_bit_for_bit(pools, tmp_path, case):
         sent = pools(num_ranks).run(
             slices_ranks.send, path=path, layout=layout, num_engines=tp, address=str(address)
         )
-        reports = [each.result(LIMIT_S) for each in following]
+        reports = [each.result(PATIENCE_S) for each in following]
     for engine, received in zip(engines, reports, strict=True):
         assert [each.bytes_received for each in received] == [engine.ideal] * 2
     total = sum(engine.ideal for engine in engines)
@@ -125,7 +123,6 @@ def test_engines_get_their_slices_bit_for_bit(pools, tmp_path, case):
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.needs("rl-policy[all]")
 @pytest.mark.parametrize("case", INTO_VLLM)
 def test_a_real_engine_follows_megatron_ranks_by_slices(pools, tmp_path, case):
@@ -143,13 +140,13 @@ def test_a_real_engine_follows_megatron_ranks_by_slices(pools, tmp_path, case):
             layout=layout,
             num_engines=1,
             address=str(address),
-            limit_s=ENGINE_LIMIT_S,
+            limit_s=PATIENCE_S,
         )
         wait_for(address, sending)
         done = run_vllm(engine, trainer, str(address))
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
         assert "all refits are as they should be" in done.stdout
-        sending.result(LIMIT_S)
+        sending.result(PATIENCE_S)
 
 
 def run_vllm(*arguments):
@@ -164,6 +161,6 @@ def run_vllm(*arguments):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=ENGINE_LIMIT_S,
+        timeout=PATIENCE_S,
         check=False,
     )

@@ -9,7 +9,7 @@ from rl_megatron_worker.weights import MegatronWeights
 from rl_refit.plan import block_of
 from safetensors.torch import load_file
 from tiny_models import KINDS, WITH_EXPERTS, build_tiny, build_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -86,6 +86,7 @@ def models_of(layout):
 
 @pytest.mark.slow_beyond(4, every=3)
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.promise_first(2)
 def test_every_rank_gets_every_tensor_bit_for_bit(pools, models, layout):
     num_ranks, sizes, _ = LAYOUTS[layout]
     paths = [models(*each) for each in models_of(layout)]
@@ -210,6 +211,7 @@ def test_it_has_all_that_vllm_asks_of_a_source():
 @pytest.mark.slow_beyond(2, every=3)
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("max_file_bytes", [20_000, 1 << 30], ids=["several files", "one file"])
+@pytest.mark.promise_first(1)
 def test_an_exported_directory_loads(pools, tmp_path, kind, max_file_bytes):
     path = build_tiny(tmp_path / "model", kind, tied=kind == "llama", dtype=torch.bfloat16)
     directory = tmp_path / "exported"
@@ -229,7 +231,6 @@ def test_an_exported_directory_loads(pools, tmp_path, kind, max_file_bytes):
     text = "".join(map(chr, range(64, 80)))
     tokens = AutoTokenizer.from_pretrained(directory)(text)["input_ids"]
     assert tokens == build_tokenizer()(text)["input_ids"]
-    assert GenerationConfig.from_pretrained(directory).eos_token_id == [1, 2]
 
 
 def test_files_are_planned_by_size():

@@ -122,7 +122,7 @@ def policy_dispatcher(ranks: int, rows: int, batching: str) -> Dispatcher:
         tokens = {"train_mb_tokens": budget, "logprob_mb_tokens": budget}
         config[batching] = {"enabled": True, **tokens}
     resolved = resolve_policy_config(config)  # pyright: ignore[reportArgumentType]
-    return Dispatcher(resolved, data_parallel=ranks, pad_token_id=0)
+    return Dispatcher(resolved, data_parallel=ranks)
 
 
 class Meter:

@@ -1,7 +1,10 @@
 """What a policy on one of the training backends gives, of a model that either can load."""
 
+from functools import partial
+
 import torch
 from kept_clusters import kept_cluster
+from plain_loop import expected_logprobs, train_plainly
 from rl_batched_data import BatchedDataDict
 from rl_policy import Policy
 from rl_policy.losses import NLLLoss
@@ -11,8 +14,6 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 VOCABULARY, PAD, EOS = 64, 0, 1
 NUM_CALLS = 3
-# What the contract allows two backends to differ by, in float32.
-TOLERANCE = {"rtol": 0, "atol": 1e-5}
 ADAMW = {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.0}
 
 
@@ -74,6 +75,23 @@ def batch():
             "sample_mask": torch.ones(len(lengths)),
         }
     )
+
+
+def plain_results(model_path):
+    """Return what plain transformers and a plain loop give of the same numbers, by name."""
+    model, data = Qwen3ForCausalLM.from_pretrained(model_path, dtype=torch.float32), batch()
+    before = expected_logprobs(model, data)
+    adamw = partial(torch.optim.AdamW, **ADAMW)
+    trained = train_plainly(model, adamw, data, num_calls=NUM_CALLS, max_norm=1.0)
+    after = expected_logprobs(model, data, twin=trained.twin)
+    assert (after.exact - before.exact).abs().max() > 1e-3
+    return {
+        "before": before,
+        "reference": before,
+        "after": after,
+        "losses": trained.losses,
+        "grad_norms": trained.norms,
+    }
 
 
 def run(model_path, tokenizer, backend, sizes, directory, *, use_gpus=False):

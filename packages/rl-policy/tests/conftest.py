@@ -1,10 +1,11 @@
 import os
 import subprocess
 import sys
-import time
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+
+from patience import PATIENCE_S, wait_until
 
 # Tests import the modules beside them.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -14,16 +15,12 @@ import pytest
 import ray
 import torch
 from forked_python import rank_python
-from hypothesis import settings
 from kept_clusters import end_kept_clusters, kept_cluster
 from processes import is_gone
 from recipe_runs import forked_command
 from rl_policy import backends
+from rl_policy.ray import cluster
 from rl_policy.run import samplers, session
-
-# No time is a fault where other work may share the processor.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
 
 if find_spec("vllm") and not torch.cuda.is_available():
     # Engines of tests are eager: helpers that vLLM would compile all the same take seconds each.
@@ -75,7 +72,9 @@ def stranger_path(stranger_site):
 def start_shared_ray(stranger_site):
     """Start the one local Ray of all tests, unless it runs; its workers find the stranger."""
     if not ray.is_initialized():
-        with python_path(stranger_site) as patch:
+        # As patient as a Ray that the product starts.
+        patient = (cluster._looking_often(), cluster._patient())
+        with python_path(stranger_site) as patch, patient[0], patient[1]:
             patch.setattr(sys, "executable", rank_python())
             ray.init(
                 "local",
@@ -121,7 +120,7 @@ def begin(workplace):
     yield begin
     for process in processes:
         process.kill()
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -162,12 +161,9 @@ def without_megatron(monkeypatch):
 
 @pytest.fixture
 def wait_until_gone():
-    """Return a function that fails unless all processes end within a few seconds."""
+    """Return a function that waits until all processes have ended."""
 
-    def wait(pids, limit_s=10.0):
-        deadline = time.monotonic() + limit_s
-        while alive := [pid for pid in pids if not is_gone(pid)]:
-            assert time.monotonic() < deadline, f"still running: {alive}"
-            time.sleep(0.05)
+    def wait(pids):
+        wait_until(lambda: all(map(is_gone, pids)), what=f"the end of processes {pids}")
 
     return wait

@@ -2,10 +2,10 @@
 
 import json
 import sys
-import time
 
 import yaml
 from forked_python import rank_python
+from patience import PATIENCE_S
 from rl_policy.run.metrics import read_metrics
 
 MODULE = [sys.executable, "-c", "from rl_policy.cli import main; main()"]
@@ -20,7 +20,7 @@ CONFIG = {
         "logprob_batch_size": 8,
         "optimizer": {"kwargs": {"lr": 1.0e-3}},
         "generation": {"max_new_tokens": 2},
-        "timeout_s": 120,
+        "timeout_s": PATIENCE_S,
     },
     "sft": {
         "steps": 40,
@@ -61,10 +61,3 @@ def measured(directory):
         {name: value for name, value in row.items() if name not in TIMES}
         for row in read_metrics(directory / "metrics.jsonl")
     ]
-
-
-def wait_until(condition, *, limit_s):
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.1)

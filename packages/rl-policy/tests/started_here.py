@@ -52,11 +52,7 @@ def start_run(inputs, directory):
             settings, world_size=cluster.world_size(), init_optimizer=True
         )
         assert layout.world_size == cluster.world_size()
-        dispatcher = Dispatcher(
-            settings,
-            data_parallel=layout.data_parallel,
-            pad_token_id=inputs.tokenizer.pad_token_id,
-        )
+        dispatcher = Dispatcher(settings, data_parallel=layout.data_parallel)
         plans, size = dispatcher.plan_training(batch, NLLLoss(), gbs=None, mbs=None)
         assert (len(plans), size) == (layout.data_parallel, policy["train_global_batch_size"])
         if is_small and backends.enabled_backend(policy) == "dtensor":
@@ -86,7 +82,7 @@ def one_rank(worker_class, policy, inputs, batch):
         batch = batch.copy()
         batch.update(dict.fromkeys(("returns", "prev_values"), batch["token_mask"].float()))
     settings = {**policy, "dtensor_cfg": section}
-    dispatcher = Dispatcher(settings, data_parallel=1, pad_token_id=inputs.tokenizer.pad_token_id)
+    dispatcher = Dispatcher(settings, data_parallel=1)
     with environment_of_one_rank():
         worker = worker_class(settings, inputs.tokenizer, init_reference_model=False)
     try:

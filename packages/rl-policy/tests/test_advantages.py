@@ -18,6 +18,8 @@ from rl_policy.losses import (
     whiten,
 )
 
+pytestmark = pytest.mark.promise
+
 # 1e-6 is added to standard deviations of 0.4 and more.
 TOLERANCE = {"rtol": 0, "atol": 1e-5}
 
@@ -86,7 +88,7 @@ def test_the_penalty_grows_over_the_last_tokens_before_the_limit():
     penalties = overlong_penalties(lengths, max_length=100, buffer=20)
     assert penalties.tolist() == [0.0, 0.0, -0.25, -0.5, -1.0]
     # A buffer need not be whole: 1.2 of 6 tokens begin at 4.8.
-    expected = torch.tensor([0.0, -0.2 / 1.2, -1.0])
+    expected = torch.tensor([0.0, -0.2 / 1.2, -1.0], dtype=torch.float64)
     found = overlong_penalties(torch.tensor([4, 5, 6]), max_length=6, buffer=1.2)
     torch.testing.assert_close(found, expected, **TOLERANCE)
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipe_runs import CONFIG, wait_until
+from patience import PATIENCE_S, wait_until
+from recipe_runs import CONFIG
 from rl_batched_data import BatchedDataDict
 from rl_policy.cli import build_app
 from rl_policy.data.batches import ProblemEncoder
@@ -64,7 +65,7 @@ def play(problem, endpoint):
             "many": lambda: ask(client, endpoint.model, messages, n=2),
             "raise": lambda: 1 / 0,
             "die": lambda: os._exit(7),
-            "hang": lambda: time.sleep(60),
+            "hang": lambda: time.sleep(3600),
         }.get(text)
         if what:
             what()
@@ -121,7 +122,7 @@ def pool(place):
     pytest.importorskip("openai", reason="the client is no dependency of what it talks to")
     opened = {}
 
-    def pool_of(name="play", limit_s=30.0):
+    def pool_of(name="play", limit_s=PATIENCE_S):
         if (name, limit_s) not in opened:
             function = f"{place}/my_agents.py:{name}"
             opened[name, limit_s] = ProcessPool(function, limit_s=limit_s, max_groups=4)
@@ -185,7 +186,7 @@ def test_streams_and_coroutines(pool):
     ],
 )
 def test_a_failure_costs_its_group_and_nothing_else(pool, text, message):
-    agents = pool(limit_s=3.0 if text == "hang" else 30.0)
+    agents = pool(limit_s=3.0 if text == "hang" else PATIENCE_S)
     agents.play({group: {0: PROBLEM, 1: PROBLEM} for group in range(2)})
     turned = agents.play({0: {0: text, 1: "end"}, 1: {0: "end"}})
     assert re.search(message, reason(turned[0]), re.DOTALL)
@@ -210,7 +211,7 @@ def test_the_request_of_an_episode_that_has_ended_is_refused(pool, place):
     agents.play({0: {0: Problem("first")}})
     agents.play({0: {0: Problem("second")}})
     log = place / "ended first"
-    wait_until(lambda: log.exists() and log.read_text(), limit_s=60)
+    wait_until(lambda: log.exists() and log.read_text(), what="the agent's log")
     assert "the episode has ended" in log.read_text()
     assert not (place / "ended second").exists()
 
@@ -220,7 +221,7 @@ def request(url, key, body=None, **headers):
     data = None if body is None else json.dumps(body).encode()
     asked = urllib.request.Request(url, data, {"Authorization": f"Bearer {key}", **headers})
     try:
-        with urllib.request.urlopen(asked, timeout=60) as answer:
+        with urllib.request.urlopen(asked, timeout=PATIENCE_S) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)["error"]["message"]
@@ -294,7 +295,7 @@ def test_an_agent_of_the_program_is_in_a_thread():
         seen.append(answer["choices"][0]["message"]["content"])
         return status
 
-    pool = ThreadPool(GivenEnvironment(play), limit_s=30.0, max_groups=1)
+    pool = ThreadPool(GivenEnvironment(play), limit_s=PATIENCE_S, max_groups=1)
     assert pool.play({0: {0: PROBLEM}}) == {0: {0: {"prompt": OPENING}}}
     ended = pool.play({0: {0: "a turn"}})
     assert ended == {0: {0: {"observation": "", "reward": 200.0, "done": True}}}
@@ -311,11 +312,11 @@ def test_an_agent_whose_environment_is_dropped_waits_no_longer():
         answers.append(request(url, endpoint.api_key, body))
         return 0.0
 
-    pool = ThreadPool(GivenEnvironment(play), limit_s=30.0, max_groups=1)
+    pool = ThreadPool(GivenEnvironment(play), limit_s=PATIENCE_S, max_groups=1)
     pool.play({0: {0: PROBLEM}})
     assert not answers
     pool.close()
-    wait_until(lambda: answers, limit_s=30)
+    wait_until(lambda: answers, what="an answer")
     assert answers == [(400, "the episode has ended")]
     assert not own_endpoint()._conversations
 
@@ -325,7 +326,7 @@ def test_a_client_that_leaves_is_no_error(endpoint, caplog):
 
     class Slow:
         def ask(self, messages):
-            answering.wait(60)
+            answering.wait(PATIENCE_S)
             return "x" * 10_000_000
 
     body = json.dumps({"model": MODEL, "messages": OPENING})
@@ -335,7 +336,7 @@ def test_a_client_that_leaves_is_no_error(endpoint, caplog):
         client.sendall((head + key + body).encode())
     with caplog.at_level(logging.DEBUG):
         answering.set()
-        wait_until(lambda: "has failed" in caplog.text, limit_s=30)
+        wait_until(lambda: "has failed" in caplog.text, what="the failure in the log")
     assert {each.levelno for each in caplog.records if "has failed" in each.getMessage()} == {
         logging.DEBUG
     }
@@ -400,7 +401,7 @@ def ask(endpoint, messages):
         json.dumps({"model": endpoint.model, "messages": messages}).encode(),
         {"Authorization": f"Bearer {endpoint.api_key}"},
     )
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with urllib.request.urlopen(request, timeout=900) as answer:
         return json.load(answer)["choices"][0]["message"]["content"]
 
 def play(problem, endpoint):
@@ -429,7 +430,6 @@ def write_run(path, template):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_run_trains_on_what_an_agent_has_asked_for(tmp_path, monkeypatch, shared_ray):
     write_run(tmp_path, TEMPLATE)
     monkeypatch.chdir(tmp_path)

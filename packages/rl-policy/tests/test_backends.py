@@ -4,6 +4,8 @@ import pytest
 from rl_interfaces import CONTRACT_VERSION, ContractVersionError
 from rl_policy import backends
 
+pytestmark = pytest.mark.promise
+
 WORKER = f"class Worker:\n    contract_version = {CONTRACT_VERSION}\n"
 MAJOR, MINOR = CONTRACT_VERSION
 

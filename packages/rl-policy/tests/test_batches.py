@@ -4,6 +4,8 @@ from rl_policy.data.batches import ProblemEncoder, completion_batch
 from rl_policy.data.datasets import Problem
 from rl_policy.data.tiny_model import build_tokenizer
 
+pytestmark = pytest.mark.promise
+
 PROBLEMS = [Problem("1+2=", "3"), Problem("10+20=", "30")]
 PAD, END = 0, 1
 

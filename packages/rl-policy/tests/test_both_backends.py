@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from backend_runs import TOLERANCE, run
+from backend_runs import plain_results, run
+from tolerances import assert_alike
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.needs("rl-policy[all]")]
+pytestmark = [pytest.mark.slow, pytest.mark.needs("rl-policy[all]")]
 
 
 @pytest.fixture(scope="module")
@@ -14,9 +15,14 @@ def both(shared_ray, backends_model, megatron_results, tmp_path_factory):
     return {"dtensor": dtensor, "megatron": megatron_results}
 
 
+@pytest.fixture(scope="module")
+def plain(backends_model):
+    return plain_results(backends_model[0])
+
+
 @pytest.mark.parametrize("key", ["before", "reference", "after", "losses", "grad_norms"])
-def test_numbers_agree(both, key):
-    torch.testing.assert_close(both["megatron"][key], both["dtensor"][key], **TOLERANCE)
+def test_numbers_agree(both, plain, key):
+    assert_alike(both["megatron"][key], both["dtensor"][key], plain[key], key)
 
 
 def test_training_has_changed_the_model(both):

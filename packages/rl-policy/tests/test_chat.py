@@ -533,7 +533,7 @@ def test_a_row_that_the_template_does_not_render_is_named_before_the_start(
     overrides = [
         f"data.path={write(tmp_path / 'rows.jsonl', *fine, row)}",
         f"data.heldout_path={write(tmp_path / 'heldout.jsonl', {**fine[0], 'prompt': '?'})}",
-        f"policy.tokenizer.chat_template={json.dumps(template)}",
+        f"policy.tokenizer.chat_template={template}",
         *(["sft.stop_pass_rate=null"] if recipe in ("sft", "grpo") else []),
     ]
     config = load_run_config(recipe, overrides=overrides)
@@ -554,7 +554,7 @@ def test_keys_of_the_data_reach_the_template(tmp_path):
             "sft.stop_pass_rate=null",
             "data.system_prompt=Be brief.",
             "data.chat_template_kwargs={thinks: true}",
-            f"policy.tokenizer.chat_template={json.dumps(template)}",
+            f"policy.tokenizer.chat_template={template}",
         ],
     )
     inputs = prepare_inputs(config)

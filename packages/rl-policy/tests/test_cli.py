@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import ray
 import yaml
+from patience import PATIENCE_S
 from ray.exceptions import RayActorError
 from rl_policy import cli as rl_policy_cli
 from rl_policy.cli import build_app, main
@@ -36,7 +37,7 @@ def run_apart(*arguments, cwd, **environment):
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         env={**os.environ, "COLUMNS": "200", **environment},
         check=False,
     )
@@ -49,8 +50,8 @@ def rl_policy(tmp_path, monkeypatch):
     return partial(CliRunner().invoke, build_app())
 
 
+@pytest.mark.promise
 def test_help_explains_every_flag_and_loads_nothing_heavy(tmp_path):
-    started = time.monotonic()
     result = run_apart("grpo", "--help", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     for flag in ("--config", "--out", "--resume", "--show-config", "SECTION.KEY=VALUE"):
@@ -59,7 +60,6 @@ def test_help_explains_every_flag_and_loads_nothing_heavy(tmp_path):
     code = "import sys, rl_policy.cli; print({'torch', 'ray', 'transformers'} & set(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert loaded.stdout.strip() == "set()", loaded.stderr
-    assert time.monotonic() - started < 60
 
 
 # What a driver loads for what it does with it, and not by the way: each takes tenths of a second.
@@ -110,13 +110,14 @@ def test_a_driver_imports_before_ray_starts_what_it_uses_and_no_more(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert loaded.stdout.splitlines() == ["[]", "[]"], loaded.stderr
 
 
 @pytest.mark.parametrize("recipe", ["dpo", "grpo", "sft"])
+@pytest.mark.promise
 def test_the_configuration_is_shown_and_nothing_is_written(tmp_path, rl_policy, recipe):
     result = rl_policy([recipe, "--show-config", "grpo.steps=3"])
     assert result.exit_code == 0, result.stderr
@@ -261,8 +262,8 @@ TEMPLATE = ["data.use_chat_template=true", "policy.generation.max_new_tokens=6"]
         (["cluster.placement_group_strategy=NOPE"], "cluster.placement_group_strategy='NOPE'"),
         (["refit.transport=nope"], "refit.transport='nope' is not among"),
         (["data.path="], "data.path= has no value"),
-        (["data.path=''"], "data.path='': string should have at least 1 character"),
-        (["reward.answer_pattern='(a|a)*$'"], "reward.answer_pattern='(a|a)*$' takes more than"),
+        (["data.path=''"], "data.path='' cannot be read"),
+        (["reward.answer_pattern=(a|a)*$"], "reward.answer_pattern='(a|a)*$' takes more than"),
         (
             ["policy.dtensor_cfg.enabled=true", "policy.megatron_cfg.enabled=true"],
             "policy.dtensor_cfg.enabled=True and policy.megatron_cfg.enabled=True",
@@ -294,15 +295,15 @@ TEMPLATE = ["data.use_chat_template=true", "policy.generation.max_new_tokens=6"]
         ([deep_problems], "problems.jsonl:1: not JSON that can be read: it is nested too deeply"),
         ([half_a_character], "problems.jsonl:1: 'prompt' has half of a surrogate pair"),
         (
-            [*TEMPLATE, "policy.tokenizer.chat_template='{% if'"],
+            [*TEMPLATE, "policy.tokenizer.chat_template={% if"],
             "policy.tokenizer.chat_template cannot render the prompt 'a question': TemplateSyntax",
         ),
         (
-            [*TEMPLATE, "policy.tokenizer.chat_template='{{ messages[7].x.y }}'"],
+            [*TEMPLATE, "policy.tokenizer.chat_template={{ messages[7].x.y }}"],
             "policy.tokenizer.chat_template cannot render the prompt 'a question'",
         ),
         (
-            [*TEMPLATE, "policy.tokenizer.chat_template='Hello'"],
+            [*TEMPLATE, "policy.tokenizer.chat_template=Hello"],
             "policy.tokenizer.chat_template leaves the prompt out: it renders 'Hello'",
         ),
         (["grpo.stepz=3"], "grpo.stepz is not a known key"),
@@ -316,12 +317,12 @@ TEMPLATE = ["data.use_chat_template=true", "policy.generation.max_new_tokens=6"]
             ["policy.generation.backend=vllm", "policy.generation.vllm_cfg.max_model_len=9"],
             "it exceeds policy.generation.vllm_cfg.max_model_len=9",
         ),
-        (["reward.answer_pattern='('"], "reward.answer_pattern"),
+        (["reward.answer_pattern=("], "reward.answer_pattern"),
         (["data.use_chat_template=true"], "data.use_chat_template=True"),
         ([malformed_problems], "problems.jsonl:2: 'answer' must be a text"),
         ([long_problems], "has 40 tokens"),
         (
-            [long_answers, "grpo.warm_up=true", "reward.answer_pattern='[0-9]'"],
+            [long_answers, "grpo.warm_up=true", "reward.answer_pattern=[0-9]"],
             "have 45 tokens, more than policy.max_total_sequence_length=32",
         ),
         (["sft.policy.max_total_sequence_length=7"], "more than sft.policy.max_total_sequence_len"),
@@ -390,7 +391,7 @@ def test_a_ray_that_does_not_start_ends_in_one_line(tmp_path):
     assert result.returncode == 1
     *_, line, way_on = result.stderr.splitlines()
     assert "Traceback" not in result.stderr
-    assert line.startswith("error: a Ray of ")
+    assert line.startswith("error: Ray did not start within ")
     assert "file" in line
     assert "`rl-policy doctor limits ray` looks for the cause" in line
     assert way_on == "continue with: rl-policy grpo --resume run"
@@ -440,6 +441,7 @@ def test_a_run_of_the_other_recipe_is_not_resumed(tmp_path, rl_policy):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.promise
 def test_a_signal_ends_a_run_in_order_and_says_how_to_go_on(
     tmp_path, rl_policy, monkeypatch, request, number, status
 ):
@@ -448,7 +450,7 @@ def test_a_signal_ends_a_run_in_order_and_says_how_to_go_on(
     def execute(inputs, directory):
         try:
             os.kill(os.getpid(), number)
-            time.sleep(60)
+            time.sleep(3600)
         finally:
             ends.append(signal.getsignal(number))
 

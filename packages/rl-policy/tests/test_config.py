@@ -18,6 +18,8 @@ from rl_policy.recipes.sft import sft_policy
 from rl_policy.run.inputs import engine_section
 from rl_policy.run.machine import check_devices
 
+pytestmark = pytest.mark.promise
+
 OWN_MODEL = "policy.model_name=some/model"
 
 
@@ -114,7 +116,7 @@ def test_the_keys_of_the_loss_are_its_arguments():
         (["loss.clip_low=1.0"], "loss.clip_low=1.0: input should be less than 1"),
         (["loss.dual_clip=1"], "loss.dual_clip=1"),
         (["loss.preset=gpo"], "loss.preset='gpo': input should be 'grpo', 'dapo'"),
-        (["loss.preset=[grpo]"], "loss.preset=['grpo']: input should be 'grpo'"),
+        (["loss.preset=[grpo]"], "loss.preset='[grpo]': input should be 'grpo'"),
         (["loss.length_divisor=many"], "loss.length_divisor='many' must be a number of tokens"),
         (["loss.length_divisor=8"], "loss.length_divisor=8.0 contradicts loss_type='token_level'"),
         (["loss.ratio_level=sequence"], "loss.ratio_level='sequence' contradicts loss_type"),
@@ -188,7 +190,7 @@ def test_the_keys_of_the_loss_are_its_arguments():
         (["policy.tokenizer.name=other"], "policy.tokenizer.name='other' contradicts"),
         (["recipe=sft"], "recipe='sft' contradicts the command 'grpo'"),
         (["grpo.steps"], "cannot read 'grpo.steps': expected section.key=value"),
-        (["data.path=[1"], "cannot read data.path=[1"),
+        (["logger=[1"], "cannot read logger=[1"),
     ],
 )
 def test_bad_input_is_one_line_that_names_the_key(overrides, message):

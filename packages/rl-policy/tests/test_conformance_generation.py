@@ -7,6 +7,7 @@ import ray
 import rl_refit
 import torch
 from kept_clusters import kept_cluster
+from patience import PATIENCE_S
 from rl_batched_data import BatchedDataDict
 from rl_interfaces import ResidencyError
 from rl_interfaces.testing.generation import (
@@ -75,7 +76,7 @@ class PolicyCase(LlamaCase, Streams):
             worker._settings = replace(settings, sampling=sampled)
 
         hosts = self.running.worker_group._hosts
-        ray.get([host.__ray_call__.remote(change) for host in hosts], timeout=60)
+        ray.get([host.__ray_call__.remote(change) for host in hosts], timeout=PATIENCE_S)
         self.fields = fields
         return self.running
 
@@ -131,7 +132,7 @@ class VllmCase(LlamaCase, RefitsMeanwhile):
         sender = rl_refit.RefitSender(
             source,
             num_receivers=self.running.num_receivers,
-            timeout_s=60.0,
+            timeout_s=PATIENCE_S,
             bucket_bytes=32 << 10,
         )
         self.running.init_transfer(sender.address)
@@ -172,7 +173,6 @@ def cluster(shared_ray):
 
 
 @pytest.mark.needs("rl-policy[dtensor]")
-@pytest.mark.timeout(240)
 class TestPolicy(GenerationConformance):
     """On two data-parallel ranks."""
 
@@ -188,7 +188,7 @@ class TestPolicy(GenerationConformance):
             "generation_batch_size": 512,
             "max_total_sequence_length": MAX_MODEL_LEN,
             "generation": {"max_new_tokens": 4},
-            "timeout_s": 120,
+            "timeout_s": PATIENCE_S,
         }
         policy = Policy(
             cluster, config, tokenizer, init_optimizer=False, init_reference_model=False
@@ -200,7 +200,6 @@ class TestPolicy(GenerationConformance):
 @pytest.mark.needs("rl-policy[vllm]")
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 class TestVllm(GenerationConformance):
     """One engine."""
 
@@ -208,6 +207,8 @@ class TestVllm(GenerationConformance):
     @classmethod
     def generation_case(cls, cluster, model_path, tokenizer):
         config = generation_config(model_path, max_num_seqs=64)
-        engines = VllmGeneration(cluster, config, tokenizer, workers_per_node=1, timeout_s=240.0)
+        engines = VllmGeneration(
+            cluster, config, tokenizer, workers_per_node=1, timeout_s=PATIENCE_S
+        )
         yield VllmCase(model_path, tokenizer, engines)
         engines.shutdown()

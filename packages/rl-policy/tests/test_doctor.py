@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from patience import PATIENCE_S
 from recipe_runs import MODULE
 from rl_policy.commands.doctor import PARTS, Finding, findings
 
@@ -26,7 +27,7 @@ def look(*parts, limit=None, **environment):
         preexec_fn=lower,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
     )
     assert "Traceback" not in result.stderr
     return result.returncode, result.stdout + result.stderr

@@ -6,7 +6,7 @@ from rl_policy.config import load_run_config
 from rl_policy.run.metrics import read_metrics
 from typer.testing import CliRunner
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.needs("rl-policy[dtensor]")]
+pytestmark = [pytest.mark.needs("rl-policy[dtensor]")]
 
 SETTINGS = [
     "dpo.steps=6",
@@ -42,6 +42,7 @@ def alone(run_on):
     return run_on(1)
 
 
+@pytest.mark.promise
 def test_the_reward_margin_rises(alone):
     rows, output = alone
     margins = [row["heldout_margin"] for row in rows if row["heldout_margin"] is not None]

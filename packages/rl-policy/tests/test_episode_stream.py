@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recipe_runs import wait_until
+from patience import PATIENCE_S, wait_until
 from rl_batched_data import BatchedDataDict
 from rl_interfaces import NOT_SAMPLED, FinishedSubmission, TicketsLostError
 from rl_policy.data.batches import ProblemEncoder, completion_batch
@@ -50,7 +50,7 @@ class Echo:
         else:
             {
                 "die": lambda: os._exit(7),
-                "hang": lambda: time.sleep(60),
+                "hang": lambda: time.sleep(3600),
                 "raise": lambda: 1 / 0,
             }[how]()
         return f"<{self.turn}{text}>", 1.0, self.turn == 1 + self.number % 3
@@ -111,7 +111,7 @@ def player(place):
     """Return a function that gives a player with processes of one of the file's."""
     pools = []
 
-    def player_of(name="Echo", *, max_groups=4, limit_s=20.0, encoder=None):
+    def player_of(name="Echo", *, max_groups=4, limit_s=PATIENCE_S, encoder=None):
         pool = ProcessPool(
             f"{place}/my_environments.py:{name}", limit_s=limit_s, max_groups=max_groups
         )
@@ -205,14 +205,14 @@ def plan_of(**numbers):
     return AsyncPlan(**defaults | numbers)
 
 
-def rollouts_of(plan, directory, player, *, step=0, limit_s=20.0, too_old="drop"):
+def rollouts_of(plan, directory, player, *, step=0, limit_s=PATIENCE_S, too_old="drop"):
     return AsyncRollouts(
         plan,
         too_old=too_old,
         open_stream=lambda position: open_stream(PROBLEMS, weights=None, seed=0, position=position),
         sampler=EpisodeGroups(player, group_size=GROUP, limit_s=limit_s),
         ledger=TrainedLedger(directory / "trained.jsonl", step=step),
-        timeout_s=60.0,
+        timeout_s=PATIENCE_S,
     )
 
 
@@ -339,7 +339,7 @@ def test_every_problem_is_trained_on_once_whenever_the_run_is_killed(
     ],
 )
 def test_a_failure_costs_its_group_and_nothing_else(place, player, tmp_path, caplog, how, reason):
-    own = player(limit_s=2.0 if how == "hang" else 20.0)
+    own = player(limit_s=2.0 if how == "hang" else PATIENCE_S)
     (place / "fail 2").write_text(how)
     plan = plan_of(num_groups=7, num_steps=2, max_staleness=1)
     rollouts, engines = rollouts_of(plan, tmp_path, own), Engines(random.Random(0), own.encoder)
@@ -373,14 +373,17 @@ def test_what_has_been_answered_goes_on_while_others_compute(place, player):
     try:
         # Three turns each. The first episode of each of both processes waits in its first one.
         waiting = [stream.submit(PROBLEMS[2]), stream.submit(PROBLEMS[5])]
-        wait_until(lambda: sum("<2" in prompt for prompt in engines.prompts) == 2, limit_s=60)
+        wait_until(
+            lambda: sum("<2" in prompt for prompt in engines.prompts) == 2,
+            what="two prompts of the second turn",
+        )
         assert stream.collect(waiting, timeout_s=0.0) == []
         assert sum(prompt in ("2?", "5?") for prompt in engines.prompts) == 4
         assert len(engines.prompts) == 4 + 2 * 2
         (place / "gate").touch()
         found = {}
         while len(found) < 2:
-            for each in stream.collect(set(waiting) - found.keys(), timeout_s=60):
+            for each in stream.collect(set(waiting) - found.keys(), timeout_s=PATIENCE_S):
                 found[each.ticket] = each
     finally:
         stream.close()
@@ -395,7 +398,7 @@ def test_more_groups_than_processes_wait_for_a_place(player):
         tickets = {stream.submit(problem) for problem in PROBLEMS}
         left = set(tickets)
         while left:
-            left -= {each.ticket for each in stream.collect(left, timeout_s=60)}
+            left -= {each.ticket for each in stream.collect(left, timeout_s=PATIENCE_S)}
     finally:
         stream.close()
     # One beside the place of an evaluation, which has not been.
@@ -410,7 +413,7 @@ def test_nothing_is_submitted_while_engines_are_held(echo):
             ticket = stream.submit(PROBLEMS[1])
             assert stream.collect([ticket], timeout_s=0.3) == []
             assert not engines.tickets
-        (finished,) = stream.collect([ticket], timeout_s=60)
+        (finished,) = stream.collect([ticket], timeout_s=PATIENCE_S)
     finally:
         stream.close()
     assert finished.episodes["num_turns"].tolist() == [2] * GROUP
@@ -424,7 +427,7 @@ def test_a_caller_that_does_something_else_for_long_costs_no_group(player):
         def replies():
             found = []
             while exchange.num_waiting:
-                found += exchange.collect(timeout_s=60)
+                found += exchange.collect(timeout_s=PATIENCE_S)
             return [reply for _, reply in found]
 
         exchange.submit(0, 0, PROBLEMS[2])
@@ -444,7 +447,7 @@ def test_what_engines_lose_is_raised_where_it_is_waited_for(echo):
     stream = EpisodeStream(echo, Lost(random.Random(0), echo.encoder), group_size=GROUP)
     ticket = stream.submit(PROBLEMS[0])
     with pytest.raises(TicketsLostError, match="on purpose"):
-        stream.collect([ticket], timeout_s=60)
+        stream.collect([ticket], timeout_s=PATIENCE_S)
     stream.close()
     assert not stream._thread.is_alive()
 
@@ -460,12 +463,12 @@ def test_a_failed_stream_leaves_no_reply_to_the_next_one(player):
     failing = EpisodeStream(own, Lost(random.Random(0), own.encoder), group_size=GROUP)
     slow, fast = map(failing.submit, PROBLEMS[:2])
     with pytest.raises(TicketsLostError, match="on purpose"):
-        failing.collect([slow, fast], timeout_s=60)
+        failing.collect([slow, fast], timeout_s=PATIENCE_S)
     failing.close()
     stream = EpisodeStream(own, Engines(random.Random(0), own.encoder), group_size=GROUP)
     try:
         ticket = stream.submit(PROBLEMS[2])
-        (finished,) = stream.collect([ticket], timeout_s=60)
+        (finished,) = stream.collect([ticket], timeout_s=PATIENCE_S)
     finally:
         stream.close()
     assert finished.episodes["prompts"] == ["2?"] * GROUP
@@ -477,8 +480,8 @@ def test_a_group_that_fails_leaves_no_reply_to_the_next_one_in_its_place(player)
     stream = EpisodeStream(own, Engines(random.Random(0), own.encoder), group_size=GROUP)
     try:
         failed, after = map(stream.submit, (PROBLEMS[0], PROBLEMS[2]))
-        (first,) = stream.collect([failed], timeout_s=60)
-        (second,) = stream.collect([after], timeout_s=60)
+        (first,) = stream.collect([failed], timeout_s=PATIENCE_S)
+        (second,) = stream.collect([after], timeout_s=PATIENCE_S)
     finally:
         stream.close()
     assert "a prompt of 99 tokens" in first.failure
@@ -562,11 +565,11 @@ def test_an_evaluation_plays_beside_the_stream(echo):
     stream = EpisodeStream(echo, engines, group_size=GROUP)
     try:
         ticket = stream.submit(PROBLEMS[2])
-        wait_until(lambda: engines.tickets == GROUP, limit_s=60)
+        wait_until(lambda: engines.tickets == GROUP, what="a full group of tickets")
         reply = echo.pool.play({0: {0: PROBLEMS[4]}, 1: {0: PROBLEMS[5]}})
         assert reply == {0: {0: {"prompt": "4?"}}, 1: {0: {"prompt": "5?"}}}
         engines.is_stuck = False
-        (finished,) = stream.collect([ticket], timeout_s=60)
+        (finished,) = stream.collect([ticket], timeout_s=PATIENCE_S)
     finally:
         stream.close()
     assert finished.episodes["prompts"] == ["2?"] * GROUP

@@ -3,6 +3,7 @@ import subprocess
 
 import pytest
 from forked_python import fork_of, forking_python
+from patience import PATIENCE_S
 from processes import descendants
 
 _WAITS = "import time\nprint('ready', flush=True)\ntime.sleep(60)\n"
@@ -28,7 +29,7 @@ def begin_waiting(tmp_path):
     yield begin
     for process in started:
         process.kill()
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE_S)
 
 
 def test_forks_end_with_the_python_that_forks_them(begin_waiting, wait_until_gone):
@@ -36,7 +37,7 @@ def test_forks_end_with_the_python_that_forks_them(begin_waiting, wait_until_gon
         process = begin_waiting(python)
         below = descendants(process.pid)
         assert fork_of(process.pid) in below
-    assert process.wait(timeout=60) == 1
+    assert process.wait(timeout=PATIENCE_S) == 1
     wait_until_gone(below)
 
 
@@ -46,6 +47,6 @@ def test_ctrl_c_ends_a_fork_though_it_is_ignored_where_the_forks_are_made(begin_
         with forking_python([]) as python:
             process = begin_waiting(python)
             process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=60) == -signal.SIGINT
+            assert process.wait(timeout=PATIENCE_S) == -signal.SIGINT
     finally:
         signal.signal(signal.SIGINT, handler)

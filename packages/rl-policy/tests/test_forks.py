@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S, wait_until
 from processes import descendants, is_gone
-from recipe_runs import wait_until
 from rl_policy.ray import fork_client
 
 # Standard modules that nothing else imports, in place of torch and transformers.
@@ -41,9 +41,8 @@ print(json.dumps({{
     "threshold": gc.get_threshold(), "executable": sys.executable, "parent": os.getppid(),
 }}))
 """
-_WAITS = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n"
-_STARTS_A_THREAD = "threading.Thread(target=time.sleep, args=[9], daemon=True).start()"
-_LIMIT_S = 60
+_WAITS = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(3600)\n"
+_STARTS_A_THREAD = "threading.Thread(target=time.sleep, args=[3600], daemon=True).start()"
 
 
 @dataclass
@@ -83,11 +82,11 @@ def driver_with(*, before="", within="pass", **options):
     try:
         yield driver
         if process.poll() is None:
-            told, _ = process.communicate(timeout=_LIMIT_S)
+            told, _ = process.communicate(timeout=PATIENCE_S)
             assert (process.returncode, told) == (0, f"{sys.executable}\n")
     finally:
         process.kill()
-        process.communicate(timeout=_LIMIT_S)
+        process.communicate(timeout=PATIENCE_S)
     assert driver.python == sys.executable or not driver.folder.exists()
 
 
@@ -118,12 +117,12 @@ def waiting(driver, script):
         yield client, int(client.stdout.readline())
     finally:
         client.kill()
-        client.communicate(timeout=_LIMIT_S)
+        client.communicate(timeout=PATIENCE_S)
 
 
 def run(python, *arguments, **options):
     return subprocess.run(
-        [python, *arguments], capture_output=True, text=True, timeout=_LIMIT_S, **options
+        [python, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, **options
     )
 
 
@@ -188,7 +187,7 @@ def test_a_signal_reaches_the_fork(driver, worker, number):
     )
     with waiting(driver, script) as (client, _):
         client.send_signal(number)
-        assert client.wait(timeout=_LIMIT_S) == 7
+        assert client.wait(timeout=PATIENCE_S) == 7
 
 
 def _blocks(pid, number):
@@ -201,13 +200,13 @@ def test_a_signal_that_is_earlier_than_the_fork_waits_for_it(driver, worker):
     os.kill(driver.server, signal.SIGSTOP)
     try:
         client = subprocess.Popen([driver.python, worker(_WAITS)], stdout=subprocess.DEVNULL)
-        wait_until(lambda: _blocks(client.pid, signal.SIGTERM), limit_s=_LIMIT_S)
+        wait_until(lambda: _blocks(client.pid, signal.SIGTERM), what="a blocked signal")
         client.terminate()
         time.sleep(0.2)
         assert client.poll() is None
     finally:
         os.kill(driver.server, signal.SIGCONT)
-    assert client.wait(timeout=_LIMIT_S) == -signal.SIGTERM
+    assert client.wait(timeout=PATIENCE_S) == -signal.SIGTERM
 
 
 def test_signals_that_are_blocked_where_it_is_started_are_blocked_in_a_fork(driver, worker):
@@ -274,7 +273,7 @@ def test_a_fork_and_its_client_that_end_at_once_are_no_end_of_others(worker, wai
             os.kill(fork, signal.SIGKILL)
             wait_until_gone([fork])
             client.kill()
-            client.wait(timeout=_LIMIT_S)
+            client.wait(timeout=PATIENCE_S)
         assert json.loads(run(driver.python, worker(_FACTS), input="").stdout)["imported"]
         assert not is_gone(other)
 
@@ -322,10 +321,10 @@ def test_workers_whose_driver_was_killed_have_time_to_end_by_themselves(worker, 
         client = subprocess.Popen([driver.python, script, *given], stdout=subprocess.PIPE)
         assert client.stdout.readline()
         os.kill(driver.process.pid, signal.SIGKILL)
-        client.communicate(timeout=_LIMIT_S)
+        client.communicate(timeout=PATIENCE_S)
         assert client.returncode == 0
         assert ended.exists()
-        wait_until(lambda: not driver.folder.exists(), limit_s=_LIMIT_S)
+        wait_until(lambda: not driver.folder.exists(), what="the folder is removed")
 
 
 @pytest.mark.parametrize("length", [83, 84, 120])
@@ -375,19 +374,19 @@ def test_nothing_is_left_of_a_driver_that_is_killed(worker, wait_until_gone, num
         server, folder = driver.server, driver.folder
         assert folder.stat().st_mode & 0o777 == 0o700
         os.kill(driver.process.pid, number)
-        assert driver.process.wait(timeout=_LIMIT_S) == -number
+        assert driver.process.wait(timeout=PATIENCE_S) == -number
         wait_until_gone([server, fork])
-        assert client.wait(timeout=_LIMIT_S) == 1
+        assert client.wait(timeout=PATIENCE_S) == 1
         assert not folder.exists()
 
 
 def test_nothing_is_left_of_a_context_that_has_ended(worker, wait_until_gone):
     with driver_with() as driver, waiting(driver, worker(_WAITS)) as (client, fork):
         server = driver.server
-        driver.process.communicate(timeout=_LIMIT_S)
+        driver.process.communicate(timeout=PATIENCE_S)
         assert driver.process.returncode == 0
         wait_until_gone([server, fork])
-        assert client.wait(timeout=_LIMIT_S) == 1
+        assert client.wait(timeout=PATIENCE_S) == 1
         assert not driver.folder.exists()
 
 
@@ -401,10 +400,10 @@ def test_workers_of_a_server_that_was_killed_are_started_plainly(worker):
 
 
 def test_a_worker_whose_server_hangs_is_started_plainly(worker, tmp_path):
-    # The product's limit is half of the minute that Ray waits.
+    # With a shorter limit than the product's.
     text = Path(fork_client.__file__).read_text()
     impatient = tmp_path / "impatient.py"
-    impatient.write_text(text.replace("_ANSWER_LIMIT_S = 30.0", "_ANSWER_LIMIT_S = 0.5"))
+    impatient.write_text(text.replace("_ANSWER_LIMIT_S = 300.0", "_ANSWER_LIMIT_S = 0.5"))
     assert impatient.read_text() != text
     with driver_with() as driver:
         command = [sys.executable, "-IS", impatient, driver.folder / "server", worker(_FACTS)]
@@ -418,7 +417,7 @@ def test_a_worker_whose_server_hangs_is_started_plainly(worker, tmp_path):
                     stdin=subprocess.DEVNULL,
                     stdout=stdout,
                     stderr=stderr,
-                    timeout=_LIMIT_S,
+                    timeout=PATIENCE_S,
                     check=True,
                 )
         finally:
@@ -475,14 +474,14 @@ with forks.forked_workers(["{_SHARED}"], [], gc_threshold=(700, 10, 10)):
             return os.getpid(), os.getppid(), "{_SHARED}" in sys.modules, "RAY_JOB_ID" in os.environ
     make = ray.remote(Probe).options(num_cpus=0).remote
     probes = [make(), make()]
-    looks = ray.get([probe.look.remote() for probe in probes], timeout=60)
+    looks = ray.get([probe.look.remote() for probe in probes], timeout={PATIENCE_S})
     # One that dies takes nobody along.
     os.kill(looks[0][0], signal.SIGKILL)
     try:
-        ray.get(probes[0].look.remote(), timeout=60)
+        ray.get(probes[0].look.remote(), timeout={PATIENCE_S})
     except ray.exceptions.RayActorError:
-        looks.append(ray.get(probes[1].look.remote(), timeout=60))
-    looks.append(ray.get(make().look.remote(), timeout=60))
+        looks.append(ray.get(probes[1].look.remote(), timeout={PATIENCE_S}))
+    looks.append(ray.get(make().look.remote(), timeout={PATIENCE_S}))
     with open(f"/proc/{{os.getpid()}}/task/{{os.getpid()}}/children") as children:
         print(json.dumps([looks, children.read().split()]))
     cluster.shutdown()

@@ -10,6 +10,8 @@ from rl_policy import RayVirtualCluster, backends
 from rl_policy.backends import check_generation_backend
 from rl_policy.generation.vllm import VllmGeneration
 
+pytestmark = pytest.mark.promise
+
 
 def test_vllm_is_found_by_name():
     assert backends.load_engine("vllm") is VllmGeneration

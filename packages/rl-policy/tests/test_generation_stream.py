@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from patience import PATIENCE_S
 from rl_batched_data import BatchedDataDict
 from rl_interfaces import FinishedSubmission, StreamFullError, TicketsLostError
 from rl_policy import RayVirtualCluster, RayWorkerGroup
@@ -26,8 +27,6 @@ from rl_policy.ray.sharding import NamedSharding
 
 # Workers cannot import this module, whose class is sent to them.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-LIMIT_S = 30
 
 
 @dataclass
@@ -47,7 +46,7 @@ class Scheduler:
         self.breaks_at = None
 
     def step(self):
-        self.gate.wait(LIMIT_S)
+        self.gate.wait(PATIENCE_S)
         self.threads.add(threading.current_thread().name)
         self.steps += 1
         if self.steps == self.breaks_at:
@@ -87,7 +86,7 @@ def scheduler(thread):
 
 
 def names_of(batch):
-    return [output.request_id for output in batch.result(LIMIT_S)]
+    return [output.request_id for output in batch.result(PATIENCE_S)]
 
 
 def test_batches_share_steps_and_finish_out_of_order(thread, scheduler):
@@ -98,7 +97,7 @@ def test_batches_share_steps_and_finish_out_of_order(thread, scheduler):
     scheduler.gate.set()
     assert names_of(second) == ["2", "3", "4"]
     assert names_of(first) == ["0", "1"]
-    assert scheduler.loop.wait_idle(LIMIT_S)
+    assert scheduler.loop.wait_idle(PATIENCE_S)
     # Together, and not one after the other: the longest request decides.
     assert scheduler.steps <= 10
     assert len(scheduler.threads) == 1
@@ -125,8 +124,8 @@ def test_a_failure_reaches_all_that_wait_though_one_cannot_take_it(thread, sched
     batch = thread.run(add)
     scheduler.gate.set()
     with pytest.raises(ValueError, match="broken"):
-        batch.result(LIMIT_S)
-    assert scheduler.loop.wait_idle(LIMIT_S)
+        batch.result(PATIENCE_S)
+    assert scheduler.loop.wait_idle(PATIENCE_S)
     assert [str(error) for error in received] == ["broken", "broken"]
     assert "2-abc: a client did not take the failure" in caplog.text
     assert "the client has gone" in caplog.text
@@ -140,7 +139,7 @@ def test_a_cancelled_batch_is_aborted_and_the_others_go_on(thread, scheduler):
     assert names_of(second) == ["2"]
     with pytest.raises(CancelledError):
         first.result(0)
-    assert scheduler.loop.wait_idle(LIMIT_S)
+    assert scheduler.loop.wait_idle(PATIENCE_S)
     assert not scheduler.left
     thread.run(scheduler.loop.cancel, second)
     assert names_of(second) == ["2"]
@@ -150,8 +149,8 @@ def test_a_step_that_fails_ends_all_batches_and_the_next_may_run(thread, schedul
     scheduler.breaks_at = 2
     for batch in thread.run(scheduler.add_all, {"r0": 5}, {"r1": 7}):
         with pytest.raises(ValueError, match="broken"):
-            batch.result(LIMIT_S)
-    assert scheduler.loop.wait_idle(LIMIT_S)
+            batch.result(PATIENCE_S)
+    assert scheduler.loop.wait_idle(PATIENCE_S)
     assert not scheduler.left
     assert names_of(thread.run(scheduler.add, r2=1)) == ["2"]
 
@@ -167,8 +166,8 @@ def test_an_output_that_cannot_be_delivered_ends_all_batches(thread, scheduler):
 
     batch = thread.run(add)
     with pytest.raises(ValueError, match="no room for it"):
-        batch.result(LIMIT_S)
-    assert scheduler.loop.wait_idle(LIMIT_S)
+        batch.result(PATIENCE_S)
+    assert scheduler.loop.wait_idle(PATIENCE_S)
     assert scheduler.loop.num_streams == 0
 
 
@@ -242,7 +241,7 @@ def group(cluster):
 
 
 def stream_of(group, limit=100):
-    return EngineStream(group, engine_ranks=range(2), limit=limit, timeout_s=LIMIT_S)
+    return EngineStream(group, engine_ranks=range(2), limit=limit, timeout_s=PATIENCE_S)
 
 
 def rows(*waits):
@@ -261,17 +260,17 @@ def test_what_finishes_first_is_collected_first_and_each_once(group):
     assert stream.room == 96
     first = []
     while len(first) < 2:
-        first += stream.collect(timeout_s=LIMIT_S)
+        first += stream.collect(timeout_s=PATIENCE_S)
     assert sorted(each.ticket for each in first) == [quick, third]
     # The engine with fewer rows got both.
     assert len({pid_of(each) for each in first}) == 1
     assert stream.room == 98
     assert stream.collect([slow], timeout_s=0) == []
-    (last,) = stream.collect([slow], timeout_s=LIMIT_S)
+    (last,) = stream.collect([slow], timeout_s=PATIENCE_S)
     assert last.output["rows"].tolist() == [1.5, 1.5]
     assert last.finish_reasons == ("stop", "stop")
     assert pid_of(last) != pid_of(first[0])
-    assert stream.collect(timeout_s=LIMIT_S) == []
+    assert stream.collect(timeout_s=PATIENCE_S) == []
     assert stream.room == 100
     with pytest.raises(ValueError, match=r"tickets \[0\] are unknown"):
         stream.collect([slow], timeout_s=0)
@@ -285,11 +284,11 @@ def test_no_more_rows_are_in_flight_than_the_limit(group):
     first = stream.submit(rows(0.1, 0.1))
     with pytest.raises(StreamFullError, match="2 rows are in flight, and 2 more"):
         stream.submit(rows(0.1, 0.1))
-    second = stream.submit(rows(LIMIT_S))
+    second = stream.submit(rows(PATIENCE_S))
     assert stream.room == 0
     stream.cancel([second])
     assert stream.room == 1
-    (finished,) = stream.collect(timeout_s=LIMIT_S)
+    (finished,) = stream.collect(timeout_s=PATIENCE_S)
     assert finished.ticket == first
     assert stream.room == 3
     assert group.run_all("num_running") == [0, 0]
@@ -301,9 +300,9 @@ def test_a_failed_submission_is_named_and_the_others_go_on(group):
     lost = stream.submit(rows(0.1), fails=True)
     kept = stream.submit(rows(1.0))
     with pytest.raises(TicketsLostError, match=r"\[0\] failed on rank 0 .*lost") as error:
-        stream.collect([lost, kept], timeout_s=LIMIT_S)
+        stream.collect([lost, kept], timeout_s=PATIENCE_S)
     assert error.value.tickets == [lost]
-    assert [each.ticket for each in stream.collect(timeout_s=LIMIT_S)] == [kept]
+    assert [each.ticket for each in stream.collect(timeout_s=PATIENCE_S)] == [kept]
 
 
 @slow
@@ -314,7 +313,7 @@ def test_a_refused_submission_is_named_and_the_others_go_on(group):
         stream.settle()
     assert error.value.tickets == [refused]
     stream.settle()
-    assert [each.ticket for each in stream.collect(timeout_s=LIMIT_S)] == [kept]
+    assert [each.ticket for each in stream.collect(timeout_s=PATIENCE_S)] == [kept]
     assert stream.room == 100
 
 
@@ -325,19 +324,21 @@ def test_a_dead_engine_is_named_with_its_tickets_and_the_other_goes_on(group):
     tickets = [stream.submit(rows(0.1)), stream.submit(rows(0.1))]
     finished = []
     while len(finished) < 2:
-        finished += stream.collect(tickets[:1] if not finished else tickets[1:], timeout_s=LIMIT_S)
-    dead = stream.submit(rows(LIMIT_S))
+        finished += stream.collect(
+            tickets[:1] if not finished else tickets[1:], timeout_s=PATIENCE_S
+        )
+    dead = stream.submit(rows(PATIENCE_S))
     kept = stream.submit(rows(2.0))
     os.kill(pid_of(finished[0]), signal.SIGKILL)
     with pytest.raises(EngineLostError, match=r"rank 0 of sleepy died") as error:
-        stream.collect([dead], timeout_s=LIMIT_S)
+        stream.collect([dead], timeout_s=PATIENCE_S)
     assert error.value.tickets == [dead]
     assert isinstance(error.value, WorkerDiedError)
     assert f"the submissions [{dead}] are lost" in error.value.__notes__
-    assert [each.ticket for each in stream.collect(timeout_s=LIMIT_S)] == [kept]
+    assert [each.ticket for each in stream.collect(timeout_s=PATIENCE_S)] == [kept]
     # What comes now is for the engine that is left.
     again = stream.submit(rows(0.1))
-    (last,) = stream.collect(timeout_s=LIMIT_S)
+    (last,) = stream.collect(timeout_s=PATIENCE_S)
     assert last.ticket == again
     assert pid_of(last) == pid_of(finished[1])
 
@@ -356,13 +357,13 @@ def test_engines_that_another_call_has_found_dead_are_named_with_all_their_ticke
     try:
         stream = stream_of(group)
         # To either engine, in turn.
-        tickets = [stream.submit(rows(LIMIT_S)), stream.submit(rows(LIMIT_S))]
+        tickets = [stream.submit(rows(PATIENCE_S)), stream.submit(rows(PATIENCE_S))]
         for process_id in group.run_all("process_id"):
             os.kill(process_id, signal.SIGKILL)
         with pytest.raises(WorkerDiedError):
             group.run_all("num_running")
         with pytest.raises(EngineLostError, match="every engine of sleepy died") as error:
-            stream.collect(tickets, timeout_s=LIMIT_S)
+            stream.collect(tickets, timeout_s=PATIENCE_S)
         assert error.value.tickets == tickets
     finally:
         group.shutdown()
@@ -388,13 +389,13 @@ class FailingMembership:
 def test_an_engine_that_does_not_start_again_costs_none_of_what_has_finished():
     engines = object.__new__(VllmGeneration)
     engines._group, engines._members = None, FailingMembership()
-    engines._stream = EngineStream(OneEngine(), engine_ranks=[0], limit=9, timeout_s=LIMIT_S)
+    engines._stream = EngineStream(OneEngine(), engine_ranks=[0], limit=9, timeout_s=PATIENCE_S)
     finished = FinishedSubmission(ticket=3, output=rows(0.0), finish_reasons=("stop",))
     engines._stream.put_back([finished])
     with pytest.raises(RuntimeError, match="no room"):
-        engines.collect(timeout_s=LIMIT_S)
-    assert engines.collect(timeout_s=LIMIT_S) == [finished]
-    assert engines.collect(timeout_s=LIMIT_S) == []
+        engines.collect(timeout_s=PATIENCE_S)
+    assert engines.collect(timeout_s=PATIENCE_S) == [finished]
+    assert engines.collect(timeout_s=PATIENCE_S) == []
 
 
 class Echo:

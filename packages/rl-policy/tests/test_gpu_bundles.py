@@ -5,8 +5,6 @@ import pytest
 import ray
 from rl_policy import NamedSharding, RayVirtualCluster, RayWorkerGroup
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture(scope="module")
 def worker_class(ray_apart, stranger_path):

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from patience import PATIENCE_S, wait_until
 from processes import descendants
-from recipe_runs import CONFIG, forked_command, wait_until, write_workplace
+from recipe_runs import CONFIG, forked_command, write_workplace
 from rl_policy.run.metrics import read_metrics
 from rl_policy.run.samples import read_samples
 from rl_policy.run.timeline import read_timeline
@@ -25,7 +26,6 @@ from safetensors import safe_open
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
-    pytest.mark.timeout(900),
     pytest.mark.needs("rl-policy[all]"),
 ]
 
@@ -101,19 +101,19 @@ def trained_once_despite_kills(begin, workplace, run):
         assert killed.poll() is None, killed.stderr.read()
         return reached()
 
-    wait_until(lambda: is_running(lambda: len(ledger(workplace)) >= 2), limit_s=600)
+    wait_until(lambda: is_running(lambda: len(ledger(workplace)) >= 2), what="two groups")
     (engine,) = processes_of(killed)["engine"]
     os.kill(engine, signal.SIGKILL)
     # At most five steps from here were sampled before, so that some are left to be resumed.
-    wait_until(lambda: is_running(lambda: 1 in replacements(workplace)), limit_s=600)
+    wait_until(lambda: is_running(lambda: 1 in replacements(workplace)), what="a replaced engine")
     os.kill(killed.pid, signal.SIGKILL)
-    _, errors = killed.communicate(timeout=60)
+    _, errors = killed.communicate(timeout=PATIENCE_S)
     assert "all engines are replaced, and what they were sampling is sampled again" in errors
     assert errors.count("rank 0 of vllm died") == 1
     counts, before = replacements(workplace), ledger(workplace)
     assert (counts[0], counts[-1]) == (0, 1)
     resumed = begin("grpo", "--resume", "out")
-    _, errors = resumed.communicate(timeout=600)
+    _, errors = resumed.communicate(timeout=PATIENCE_S)
     assert resumed.returncode == 0, errors[-6000:]
     # What the checkpoint has is not taken again.
     assert ledger(workplace)[:2] == before[:2]
@@ -154,7 +154,7 @@ class Runs:
     def __exit__(self, *raised):
         if self.current is not None:
             self.current.kill()
-            self.current.wait(60)
+            self.current.wait(PATIENCE_S)
 
     def begin(self, *arguments):
         self.killed = ""
@@ -179,7 +179,7 @@ class Runs:
         return False
 
     def go_on_to_the_end(self):
-        wait_until(lambda: self.has_ended, limit_s=900)
+        wait_until(lambda: self.has_ended, what="the end of the run")
 
 
 def processes_of(driver):
@@ -211,10 +211,10 @@ def test_one_of_two_engines_that_dies_is_replaced_alone(begin, workplace, refit)
         assert run.poll() is None, run.stderr.read()
         return len(ledger(workplace)) >= 2
 
-    wait_until(is_past, limit_s=600)
+    wait_until(is_past, what="the run is past the step")
     first, _ = processes_of(run)["engine"]
     os.kill(first, signal.SIGKILL)
-    _, errors = run.communicate(timeout=600)
+    _, errors = run.communicate(timeout=PATIENCE_S)
     assert run.returncode == 0, errors[-6000:]
     assert "has died and is started anew" in errors
     assert "all engines are replaced" not in errors
@@ -233,7 +233,7 @@ def test_a_drill_of_random_kills_loses_no_sample_and_trains_on_none_twice(workpl
         runs.begin(*RUN, *EPISODES, *options, "async.too_old=wait")
         # From the first checkpoint on, the run can be continued.
         checkpoints = workplace / "out" / "checkpoints"
-        wait_until(lambda: runs.has_ended or [*checkpoints.glob("step_*")], limit_s=600)
+        wait_until(lambda: runs.has_ended or [*checkpoints.glob("step_*")], what="a checkpoint")
         while len(killed) < NUM_KILLS and not runs.has_ended:
             time.sleep(chance.uniform(0, 12))
             target = chance.choice(["driver", "worker", "engine", "environment", "parent"])
@@ -244,7 +244,7 @@ def test_a_drill_of_random_kills_loses_no_sample_and_trains_on_none_twice(workpl
                     killed.append(target)
                     runs.killed = target
             if target == "driver":
-                runs.current.wait(60)
+                runs.current.wait(PATIENCE_S)
         runs.go_on_to_the_end()
     logging.getLogger(__name__).warning("killed: %s", ", ".join(killed))
     assert killed

@@ -6,9 +6,12 @@ import torch
 from loss_batches import evaluate, one_token, random_batch, two_rows
 from rl_interfaces import LossFunction, LossInput, LossType
 from rl_policy.losses import ClippedPGLoss, DPOLoss, NLLLoss, group_relative_advantages
+from tolerances import ELEMENTWISE
+
+pytestmark = pytest.mark.promise
 
 # Hand-computed numbers are written in float64 and compared with float32 results.
-TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
+TOLERANCE = {"rtol": ELEMENTWISE, "atol": ELEMENTWISE}
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 0.0, 2.0, 4.0, 6.0, 8.0])
 
 
@@ -31,8 +34,8 @@ def test_clipping(ratio, advantage, loss, gradient):
     logprobs, batch = one_token(ratio=ratio, advantage=advantage)
     value, metrics = evaluate(ClippedPGLoss(clip_low=0.2, clip_high=0.2), logprobs, batch)
     value.backward()
-    assert value.item() == pytest.approx(loss, rel=1e-6)
-    assert logprobs.grad[0, 1].item() == pytest.approx(gradient, rel=1e-6)
+    assert value.item() == pytest.approx(loss, rel=ELEMENTWISE)
+    assert logprobs.grad[0, 1].item() == pytest.approx(gradient, rel=ELEMENTWISE)
     assert metrics["clip_fraction"] == (gradient == 0.0)
 
 
@@ -53,9 +56,9 @@ def test_a_ratio_exactly_at_a_bound_is_not_clipped(ratio, advantage):
 def test_the_two_bounds_are_independent():
     loss_fn = ClippedPGLoss(clip_low=0.1, clip_high=0.4)
     above, batch = one_token(ratio=2.0, advantage=1.0)
-    assert evaluate(loss_fn, above, batch)[0].item() == pytest.approx(-1.4, rel=1e-6)
+    assert evaluate(loss_fn, above, batch)[0].item() == pytest.approx(-1.4, rel=ELEMENTWISE)
     below, batch = one_token(ratio=0.2, advantage=-1.0)
-    assert evaluate(loss_fn, below, batch)[0].item() == pytest.approx(0.9, rel=1e-6)
+    assert evaluate(loss_fn, below, batch)[0].item() == pytest.approx(0.9, rel=ELEMENTWISE)
 
 
 @pytest.mark.parametrize(
@@ -71,8 +74,8 @@ def test_dual_clip_bounds_the_cost_of_a_negative_advantage(ratio, advantage, los
     logprobs, batch = one_token(ratio=ratio, advantage=advantage)
     value, metrics = evaluate(ClippedPGLoss(dual_clip=3.0), logprobs, batch)
     value.backward()
-    assert value.item() == pytest.approx(loss, rel=1e-6)
-    assert logprobs.grad[0, 1].item() == pytest.approx(gradient, rel=1e-6)
+    assert value.item() == pytest.approx(loss, rel=ELEMENTWISE)
+    assert logprobs.grad[0, 1].item() == pytest.approx(gradient, rel=ELEMENTWISE)
     assert metrics["clip_fraction"] == (gradient == 0.0)
 
 
@@ -83,16 +86,16 @@ def test_kl_penalty_is_k3_against_the_reference():
     value, metrics = evaluate(ClippedPGLoss(kl_coef=0.1), logprobs, batch)
     value.backward()
     k3 = 0.5 + math.log(2) - 1
-    assert value.item() == pytest.approx(0.1 * k3, rel=1e-6)
-    assert metrics["kl"] == pytest.approx(k3, rel=1e-6)
-    assert logprobs.grad[0, 1].item() == pytest.approx(0.1 * 0.5, rel=1e-6)
+    assert value.item() == pytest.approx(0.1 * k3, rel=ELEMENTWISE)
+    assert metrics["kl"] == pytest.approx(k3, rel=ELEMENTWISE)
+    assert logprobs.grad[0, 1].item() == pytest.approx(0.1 * 0.5, rel=ELEMENTWISE)
 
 
 def test_kl_is_measured_without_a_penalty_where_there_is_a_reference():
     logprobs, batch = one_token(ratio=1.0, advantage=1.0, reference_logprobs=math.log(0.125))
     value, metrics = evaluate(ClippedPGLoss(), logprobs, batch)
-    assert value.item() == pytest.approx(-1.0, rel=1e-6)
-    assert metrics["kl"] == pytest.approx(0.5 + math.log(2) - 1, rel=1e-6)
+    assert value.item() == pytest.approx(-1.0, rel=ELEMENTWISE)
+    assert metrics["kl"] == pytest.approx(0.5 + math.log(2) - 1, rel=ELEMENTWISE)
 
 
 @pytest.mark.parametrize(("trainer_over_sampler", "weight"), [(0.5, 0.5), (1.5, 1.5), (9.0, 2.0)])
@@ -101,9 +104,9 @@ def test_importance_correction_is_truncated(trainer_over_sampler, weight):
     logprobs, batch = one_token(ratio=1.1, advantage=1.0, generation_logprobs=sampler)
     value, metrics = evaluate(ClippedPGLoss(importance_cap=2.0), logprobs, batch)
     value.backward()
-    assert value.item() == pytest.approx(-1.1 * weight, rel=1e-6)
-    assert logprobs.grad[0, 1].item() == pytest.approx(-1.1 * weight, rel=1e-6)
-    assert metrics["sampler_trainer_ratio"] == pytest.approx(trainer_over_sampler, rel=1e-6)
+    assert value.item() == pytest.approx(-1.1 * weight, rel=ELEMENTWISE)
+    assert logprobs.grad[0, 1].item() == pytest.approx(-1.1 * weight, rel=ELEMENTWISE)
+    assert metrics["sampler_trainer_ratio"] == pytest.approx(trainer_over_sampler, rel=ELEMENTWISE)
 
 
 def test_the_penalty_is_not_weighted_by_the_importance():
@@ -114,15 +117,15 @@ def test_the_penalty_is_not_weighted_by_the_importance():
         reference_logprobs=math.log(0.125),
     )
     value, _ = evaluate(ClippedPGLoss(importance_cap=4.0, kl_coef=1.0), logprobs, batch)
-    assert value.item() == pytest.approx(-2.0 + 0.5 + math.log(2) - 1, rel=1e-6)
+    assert value.item() == pytest.approx(-2.0 + 0.5 + math.log(2) - 1, rel=ELEMENTWISE)
 
 
 def test_token_level_reduction_is_the_mean_over_tokens():
     logprobs, batch = two_rows()
     value, metrics = evaluate(ClippedPGLoss(), logprobs, batch)
-    assert value.item() == pytest.approx((1 + 2 + 4 * 4) / 6, rel=1e-6)
-    assert metrics["policy_loss"] == pytest.approx(19 / 6, rel=1e-6)
-    assert metrics["entropy"] == pytest.approx((2 + 3 + 4) / 6, rel=1e-6)
+    assert value.item() == pytest.approx((1 + 2 + 4 * 4) / 6, rel=ELEMENTWISE)
+    assert metrics["policy_loss"] == pytest.approx(19 / 6, rel=ELEMENTWISE)
+    assert metrics["entropy"] == pytest.approx((2 + 3 + 4) / 6, rel=ELEMENTWISE)
     assert metrics["probs_ratio"] == pytest.approx(1.0)
     assert metrics["num_valid_samples"] == 2
 
@@ -131,8 +134,8 @@ def test_sequence_level_reduction_is_the_mean_over_sequences_of_the_mean_over_to
     logprobs, batch = two_rows()
     loss_fn = ClippedPGLoss(loss_type=LossType.SEQUENCE_LEVEL)
     value, metrics = evaluate(loss_fn, logprobs, batch)
-    assert value.item() == pytest.approx(((1 + 2) / 2 + 4) / 2, rel=1e-6)
-    assert metrics["policy_loss"] == pytest.approx(2.75, rel=1e-6)
+    assert value.item() == pytest.approx(((1 + 2) / 2 + 4) / 2, rel=ELEMENTWISE)
+    assert metrics["policy_loss"] == pytest.approx(2.75, rel=ELEMENTWISE)
 
 
 @pytest.mark.parametrize("loss_type", list(LossType))
@@ -146,7 +149,7 @@ def test_masked_rows_and_tokens_have_no_value_and_no_gradient(loss_type):
     loss_fn = ClippedPGLoss(loss_type=loss_type, kl_coef=0.1, importance_cap=2.0)
     value, metrics = evaluate(loss_fn, logprobs, batch)
     value.backward()
-    assert value.item() == pytest.approx(1.5, rel=1e-6)
+    assert value.item() == pytest.approx(1.5, rel=ELEMENTWISE)
     assert metrics["num_valid_samples"] == 1
     assert torch.equal(logprobs.grad[1], torch.zeros(5))
     assert torch.equal(logprobs.grad[0] != 0, batch["token_mask"][0] == 1)
@@ -156,7 +159,7 @@ def test_a_target_at_position_0_is_no_target():
     logprobs, batch = two_rows()
     batch["token_mask"][:, 0] = 1
     value, _ = evaluate(ClippedPGLoss(), logprobs, batch)
-    assert value.item() == pytest.approx(19 / 6, rel=1e-6)
+    assert value.item() == pytest.approx(19 / 6, rel=ELEMENTWISE)
 
 
 LOSSES = [
@@ -186,7 +189,7 @@ def test_micro_batches_add_up_to_the_full_batch(loss_fn, rows_per_micro_batch):
     torch.testing.assert_close(total, full, rtol=1e-12, atol=0)
     torch.testing.assert_close(gradient, full_gradient, rtol=1e-12, atol=0)
     found, expected = ({k: float(v) for k, v in each.items()} for each in (sums, full_metrics))
-    assert found == pytest.approx(expected, rel=1e-6)  # some metrics are float32
+    assert found == pytest.approx(expected, rel=ELEMENTWISE)  # some metrics are float32
 
 
 @pytest.mark.parametrize("loss_type", list(LossType))
@@ -203,8 +206,8 @@ def test_nll_is_the_mean_over_target_tokens():
     logprobs, batch = two_rows()
     value, metrics = evaluate(NLLLoss(), logprobs, batch)
     value.backward()
-    assert value.item() == pytest.approx((2 + 3 + 4) / 6, rel=1e-6)
-    assert metrics == {"nll": pytest.approx(1.5, rel=1e-6), "num_valid_samples": 2}
+    assert value.item() == pytest.approx((2 + 3 + 4) / 6, rel=ELEMENTWISE)
+    assert metrics == {"nll": pytest.approx(1.5, rel=ELEMENTWISE), "num_valid_samples": 2}
     torch.testing.assert_close(logprobs.grad, -batch["token_mask"] / 6, **TOLERANCE)
 
 
@@ -298,11 +301,11 @@ def test_dpo_against_hand_computed_values(beta, label_smoothing, losses):
     loss_fn = DPOLoss(beta=beta, label_smoothing=label_smoothing)
     value, metrics = evaluate(loss_fn, logprobs, batch)
     value.backward()
-    assert value.item() == pytest.approx(sum(losses) / 2, rel=1e-6)
+    assert value.item() == pytest.approx(sum(losses) / 2, rel=ELEMENTWISE)
     assert metrics == {
-        "reward_margin": pytest.approx(beta * (3 - 1) / 2, rel=1e-6),
-        "chosen_reward": pytest.approx(beta * (2 + 0.5) / 2, rel=1e-6),
-        "rejected_reward": pytest.approx(beta * (-1 + 1.5) / 2, rel=1e-6),
+        "reward_margin": pytest.approx(beta * (3 - 1) / 2, rel=ELEMENTWISE),
+        "chosen_reward": pytest.approx(beta * (2 + 0.5) / 2, rel=ELEMENTWISE),
+        "rejected_reward": pytest.approx(beta * (-1 + 1.5) / 2, rel=ELEMENTWISE),
         "pair_accuracy": 0.5,
         "num_valid_samples": 4,
     }
@@ -316,7 +319,7 @@ def test_masked_pairs_have_no_part_in_dpo():
     logprobs, batch = pairs()
     batch["sample_mask"] = torch.tensor([1.0, 1.0, 0.0, 0.0])
     value, metrics = evaluate(DPOLoss(beta=0.5), logprobs, batch)
-    assert value.item() == pytest.approx(0.2014132780, rel=1e-6)
+    assert value.item() == pytest.approx(0.2014132780, rel=ELEMENTWISE)
     assert (metrics["pair_accuracy"], metrics["num_valid_samples"]) == (1.0, 2)
 
 
@@ -359,7 +362,7 @@ def test_leave_one_out_compares_with_the_mean_of_the_others():
     advantages = group_relative_advantages(
         REWARDS, group_size=4, leave_one_out=True, divide_by_std=False
     )
-    torch.testing.assert_close(advantages, torch.tensor(expected), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(advantages, torch.tensor(expected), **TOLERANCE)
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -3.7])

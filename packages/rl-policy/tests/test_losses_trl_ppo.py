@@ -20,12 +20,13 @@ from rl_policy.losses import (
     token_values,
     whiten,
 )
+from tolerances import ELEMENTWISE, REPEATED
 from torch.nn.functional import pad
 
 TRL = json.loads((Path(__file__).parent / "trl_ppo.json").read_text())
 SETTINGS = TRL["settings"]
 # TRL computes in float32.
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+TOLERANCE = {"rtol": 4 * REPEATED, "atol": 4 * REPEATED}
 
 
 def column(values):
@@ -53,8 +54,8 @@ def test_rewards_with_a_penalty_at_each_token_are_those_of_trl():
     torch.testing.assert_close(rewards, data["rewards"], **TOLERANCE)
     assert scores.abs().min() > 1e-3
     advantages, returns = estimate(rewards, case)
-    torch.testing.assert_close(advantages, column(case["raw_advantages"]).float(), **TOLERANCE)
-    torch.testing.assert_close(returns, data["returns"].float(), **TOLERANCE)
+    torch.testing.assert_close(advantages, column(case["raw_advantages"]), **TOLERANCE)
+    torch.testing.assert_close(returns, data["returns"], **TOLERANCE)
 
 
 @pytest.mark.parametrize("name", TRL["cases"])
@@ -64,8 +65,8 @@ def test_advantages_and_returns_are_those_of_trl(name):
     advantages, returns = estimate(data["rewards"], case)
     is_value = column(case["is_value"])
     expected = column(case["raw_advantages"]) * is_value
-    torch.testing.assert_close(advantages, expected.float(), **TOLERANCE)
-    torch.testing.assert_close(returns, (data["returns"] * is_value).float(), **TOLERANCE)
+    torch.testing.assert_close(advantages, expected, **TOLERANCE)
+    torch.testing.assert_close(returns, data["returns"] * is_value, **TOLERANCE)
 
 
 @pytest.mark.parametrize("name", TRL["cases"])
@@ -75,7 +76,7 @@ def test_whitened_advantages_are_those_of_trl(name):
     std = raw[mask > 0].std()
     # TRL adds 1e-8 to the variance.
     ours = whiten(raw, mask, correction=1) * float((std + STD_EPSILON) / (std**2 + 1e-8).sqrt())
-    torch.testing.assert_close(ours, column(case["batch"]["advantages"]).float(), **TOLERANCE)
+    torch.testing.assert_close(ours, column(case["batch"]["advantages"]), **TOLERANCE)
 
 
 @pytest.mark.parametrize("name", TRL["cases"])
@@ -93,9 +94,9 @@ def test_the_policys_loss_and_gradient_are_those_of_trl(name):
     counts = batch["sample_mask"].sum(), batch["token_mask"].sum()
     loss, metrics = ClippedPGLoss(clip_low=clip, clip_high=clip)(logprobs, batch, *counts)
     loss.backward()
-    assert loss.item() == pytest.approx(update["policy_loss"], abs=1e-5)
+    assert loss.item() == pytest.approx(update["policy_loss"], abs=4 * REPEATED)
     torch.testing.assert_close(logprobs.grad, column(update["logprob_gradient"]), **TOLERANCE)
-    assert metrics["clip_fraction"].item() == pytest.approx(case["clip_fraction"], abs=1e-6)
+    assert metrics["clip_fraction"].item() == pytest.approx(case["clip_fraction"], abs=ELEMENTWISE)
     assert 0 < case["clip_fraction"] < 1
 
 
@@ -116,10 +117,10 @@ def test_the_value_models_loss_and_gradient_are_those_of_trl(name):
     counts = batch["sample_mask"].sum(), batch["token_mask"].sum()
     loss, metrics = ValueLoss(clip=SETTINGS["cliprange_value"])(scores, batch, *counts)
     loss.backward()
-    assert loss.item() == pytest.approx(update["value_loss"], rel=1e-5)
+    assert loss.item() == pytest.approx(update["value_loss"], rel=4 * REPEATED)
     # TRL's gradient is that of both losses, with a coefficient.
     gradient = torch.tensor(update["value_gradient"], dtype=torch.float64) / SETTINGS["vf_coef"]
     torch.testing.assert_close(scores.grad, pad(gradient, (0, 1)), **TOLERANCE)
     share = metrics["value_clip_fraction"].item()
-    assert share == pytest.approx(case["value_clip_fraction"], abs=1e-6)
+    assert share == pytest.approx(case["value_clip_fraction"], abs=ELEMENTWISE)
     assert 0 < share < 1

@@ -7,6 +7,7 @@ import ray
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 from rl_batched_data import BatchedDataDict
 from rl_policy.ray.objects import (
     BatchStore,
@@ -31,7 +32,7 @@ def taken(placed):
     """Return what a rank on each node of each coordinate takes."""
     return [
         {
-            node: take_rows(rows.plan, rows.sources, ray.get(list(rows.blocks), timeout=30))
+            node: take_rows(rows.plan, rows.sources, ray.get(list(rows.blocks), timeout=PATIENCE_S))
             for node, rows in nodes.items()
         }
         for nodes in placed
@@ -66,7 +67,7 @@ def test_a_node_receives_the_rows_of_its_ranks_alone():
     plans = data.plan_by_batch_size(4, 8)
     placed = store("a", "a", "b", "b").put(data, plans)
     blocks = [
-        ray.get(list(nodes[name].blocks), timeout=30)
+        ray.get(list(nodes[name].blocks), timeout=PATIENCE_S)
         for nodes, name in zip(placed, "aabb", strict=True)
     ]
     assert [block["input_ids"][:, 0].tolist() for (block,) in blocks] == [
@@ -102,7 +103,7 @@ def test_a_column_is_put_once_while_batches_are_kept():
         data["advantages"] = torch.ones(8)
         ((first,), _) = (nodes.values() for nodes in own.put(data, data.plan_by_batch_size(2, 4)))
         assert own.num_puts == 2
-        (new,) = ray.get([first.blocks[1]], timeout=30)
+        (new,) = ray.get([first.blocks[1]], timeout=PATIENCE_S)
         assert set(new) == {"advantages"}
     # Nothing is held after it.
     own.put(data, plans)

@@ -306,7 +306,6 @@ def test_the_built_in_model_fits_on_two_cpus():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_model_of_70_billion_parameters_on_64_ranks(tmp_path):
     LLAMA_70B.save_pretrained(tmp_path)
     settings = [

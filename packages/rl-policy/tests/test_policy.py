@@ -2,13 +2,15 @@
 
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import ray
 import torch
 from kept_clusters import kept_cluster
-from plain_loop import plain_logprobs, train_plainly
+from patience import PATIENCE_S
+from plain_loop import expected_logprobs, plain_logprobs, train_plainly
 from rl_batched_data import BatchedDataDict
 from rl_interfaces import LossInput, LossType, ResidencyError
 from rl_interfaces.backend.runtime import ReservedPort
@@ -19,6 +21,7 @@ from rl_refit.compat.broadcast import BroadcastGroup
 from rl_refit.compat.handles import rebuild
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tolerances import LOGPROBS, SUMS, assert_close, expected_of
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -27,14 +30,11 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.needs("rl-policy[dtensor]")]
+pytestmark = [pytest.mark.needs("rl-policy[dtensor]")]
 
 VOCABULARY, PAD, EOS = 64, 0, 1
 MAX_NEW_TOKENS = 5
-# float32 attention over rows of unlike width rounds differently.
-LOGPROB_TOLERANCE = {"rtol": 0, "atol": 1e-5}
-# One float32 sum, taken in another order.
-LOSS_TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
+SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def config(model_path, **changes):
         "max_total_sequence_length": 32,
         "optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.1}},
         "generation": {"max_new_tokens": MAX_NEW_TOKENS, "temperature": 1.0},
-        "timeout_s": 120,
+        "timeout_s": PATIENCE_S,
         **changes,
     }
 
@@ -135,13 +135,14 @@ def batch(lengths, width=9):
     )
 
 
+@pytest.mark.promise
 def test_logprobs_equal_plain_transformers(policy, plain_model):
     data = batch([9, 2, 5, 7, 1])
-    expected = plain_logprobs(plain_model, data)
+    expected = expected_logprobs(plain_model, data)
     scores = policy.get_logprobs(data)["logprobs"]
-    torch.testing.assert_close(scores, expected, **LOGPROB_TOLERANCE)
+    assert_close(scores, expected)
     reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
-    torch.testing.assert_close(reference, expected, **LOGPROB_TOLERANCE)
+    assert_close(reference, expected)
 
 
 def test_a_step_puts_each_column_into_the_object_store_once(policy, monkeypatch):
@@ -172,10 +173,12 @@ def test_topk_logits_equal_plain_transformers(policy, plain_model, micro_batch_s
     top = policy.get_topk_logits(data, 3, micro_batch_size=micro_batch_size)
     assert top["topk_logits"].shape == top["topk_indices"].shape == (5, 9, 3)
     for row, length in enumerate(data["input_lengths"].tolist()):
-        with torch.no_grad():
-            logits = plain_model(data["input_ids"][row : row + 1, :length]).logits[0]
-        values, indices = logits.topk(3)
-        torch.testing.assert_close(top["topk_logits"][row, :length], values, **LOGPROB_TOLERANCE)
+        tokens = data["input_ids"][row : row + 1, :length]
+        logits = expected_of(
+            lambda each, tokens=tokens: each(tokens).logits[0], plain_model, LOGPROBS
+        )
+        indices = logits.exact.topk(3).indices
+        assert_close(top["topk_logits"][row, :length], logits.gather(indices))
         assert torch.equal(top["topk_indices"][row, :length], indices)
         assert not top["topk_logits"][row, length:].any()
 
@@ -200,10 +203,13 @@ def test_a_reward_model_scores_rows_in_order(cluster, model_path, tokenizer, tmp
         scores = judge.score(data)["scores"]
     finally:
         judge.shutdown()
-    with torch.no_grad():
-        rows = zip(data["input_ids"], data["input_lengths"].tolist(), strict=True)
-        expected = torch.cat([model(ids[None, :length]).logits[0] for ids, length in rows])
-    torch.testing.assert_close(scores, expected, **LOGPROB_TOLERANCE)
+    rows = list(zip(data["input_ids"], data["input_lengths"].tolist(), strict=True))
+
+    def scores_of(model):
+        return torch.cat([model(ids[None, :length]).logits[0] for ids, length in rows])
+
+    expected = expected_of(scores_of, model, LOGPROBS)
+    assert_close(scores, expected)
 
 
 @pytest.mark.slow
@@ -223,10 +229,10 @@ def test_adapters_are_saved_as_peft_reads_them(
         reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
     finally:
         policy.shutdown()
-    torch.testing.assert_close(reference, plain_logprobs(plain_model, data), **LOGPROB_TOLERANCE)
+    assert_close(reference, expected_logprobs(plain_model, data))
     base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").eval()
-    torch.testing.assert_close(trained, plain_logprobs(adapted, data), **LOGPROB_TOLERANCE)
+    assert_close(trained, expected_logprobs(adapted, data))
     assert (trained - reference).abs().max() > 1e-3
 
 
@@ -239,10 +245,11 @@ def test_a_policy_without_adapters_has_none_to_save(policy, tmp_path):
 def test_a_single_row_leaves_a_rank_without_work(policy, plain_model):
     data = batch([4])
     scores = policy.get_logprobs(data)["logprobs"]
-    torch.testing.assert_close(scores, plain_logprobs(plain_model, data), **LOGPROB_TOLERANCE)
+    assert_close(scores, expected_logprobs(plain_model, data))
     assert policy.generate(data, greedy=True)["output_ids"].shape[0] == 1
 
 
+@pytest.mark.promise
 def test_greedy_completions_equal_plain_transformers(policy, plain_model):
     prompts = batch([3, 7, 1, 5, 9])
     output = policy.generate(prompts, greedy=True)
@@ -261,13 +268,13 @@ def test_greedy_completions_equal_plain_transformers(policy, plain_model):
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.promise
 def test_training_equals_a_plain_loop(
     cluster, model_path, tokenizer, plain_model, tmp_path, num_ranks
 ):
     data = batch([9, 2, 5, 7, 3, 8])  # a whole global batch, and half of one
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses, norms = train_plainly(model, optimizer, data)
+    plain = train_plainly(model, SGD, data)
 
     policy = Policy(cluster, config(model_path), tokenizer, workers_per_node=num_ranks)
     try:
@@ -280,15 +287,16 @@ def test_training_equals_a_plain_loop(
         policy.shutdown()
 
     assert set(result) == {"loss", "grad_norm", "all_mb_metrics"}
-    torch.testing.assert_close(result["loss"], losses, **LOSS_TOLERANCE)
-    torch.testing.assert_close(result["grad_norm"], norms, **LOSS_TOLERANCE)
-    torch.testing.assert_close(evaluated["loss"][0], losses[0], **LOSS_TOLERANCE)
+    assert_close(result["loss"], plain.losses, "loss")
+    assert_close(result["grad_norm"], plain.norms, "grad_norm")
+    assert_close(evaluated["loss"][0], plain.losses[0], "loss")
     assert evaluated["grad_norm"] is None
     assert sum(result["all_mb_metrics"]["num_valid_samples"]) == data.size
-    torch.testing.assert_close(trained, plain_logprobs(model, data), **LOGPROB_TOLERANCE)
-    torch.testing.assert_close(reference, plain_logprobs(plain_model, data), **LOGPROB_TOLERANCE)
+    after = expected_logprobs(model, data, twin=plain.twin)
+    assert_close(trained, after)
+    assert_close(reference, expected_logprobs(plain_model, data))
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)
-    torch.testing.assert_close(plain_logprobs(reloaded, data), trained, **LOGPROB_TOLERANCE)
+    assert_close(plain_logprobs(reloaded, data), after)
 
 
 def pair_loss():
@@ -319,12 +327,11 @@ def test_pairs_of_rows_train_as_on_one_rank(cluster, model_path, tokenizer, plai
     data = batch([9, 2, 5, 7, 3, 8, 2, 2, 9, 4])
     data["pair"] = torch.arange(data.size) // 2
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def loss(logprobs, rows):
         return pair_loss()(logprobs, rows, torch.tensor(float(rows.size)), None)[0]
 
-    losses, norms = train_plainly(model, optimizer, data, loss=loss)
+    plain = train_plainly(model, SGD, data, loss=loss)
     budgets = {"enabled": True, "train_mb_tokens": 20, "logprob_mb_tokens": 20}
     changes = {} if section is None else {section: budgets}
     if section == "dynamic_batching":
@@ -337,9 +344,10 @@ def test_pairs_of_rows_train_as_on_one_rank(cluster, model_path, tokenizer, plai
             policy.train(data, pair_loss(), gbs=6)
     finally:
         policy.shutdown()
-    torch.testing.assert_close(result["loss"], losses, **LOSS_TOLERANCE)
-    torch.testing.assert_close(result["grad_norm"], norms, **LOSS_TOLERANCE)
-    torch.testing.assert_close(trained, plain_logprobs(model, data), **LOGPROB_TOLERANCE)
+    assert_close(result["loss"], plain.losses, "loss")
+    assert_close(result["grad_norm"], plain.norms, "grad_norm")
+    after = expected_logprobs(model, data, twin=plain.twin)
+    assert_close(trained, after)
     assert sum(result["all_mb_metrics"]["num_valid_samples"]) == data.size
 
 
@@ -373,7 +381,6 @@ def test_a_ratio_of_sequences_sees_full_rows_in_every_layout(
     data["generation_logprobs"] = data["prev_logprobs"] + 0.1 * noise[1]
     data["advantages"] = noise[2]
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     outside = []
 
     def loss(logprobs, rows):
@@ -382,7 +389,7 @@ def test_a_ratio_of_sequences_sees_full_rows_in_every_layout(
         outside.append(float(metrics["importance_outside"]))
         return value
 
-    losses, norms = train_plainly(model, optimizer, data, loss=loss)
+    plain = train_plainly(model, SGD, data, loss=loss)
     assert 0 < sum(outside) < len(outside), "a mask of all or of none would show nothing here"
     budgets = {"enabled": True, "train_mb_tokens": 20, "logprob_mb_tokens": 20}
     changes = {} if section is None else {section: budgets}
@@ -394,8 +401,8 @@ def test_a_ratio_of_sequences_sees_full_rows_in_every_layout(
         result = policy.train(data, row_loss())
     finally:
         policy.shutdown()
-    torch.testing.assert_close(result["loss"], losses, **LOSS_TOLERANCE)
-    torch.testing.assert_close(result["grad_norm"], norms, **LOSS_TOLERANCE)
+    assert_close(result["loss"], plain.losses, "loss")
+    assert_close(result["grad_norm"], plain.norms, "grad_norm")
 
 
 # Calls of 1, 4 and 2 rows: on two ranks, one of them has none in the first.
@@ -425,11 +432,12 @@ def test_calls_and_a_step_equal_one_call_of_train(policy, tmp_path, make_loss):
     expected = parameters(policy)
     policy.load_checkpoint(tmp_path / "weights")
     losses, step = in_calls(policy, data, make_loss())
-    assert step["grad_norm"] == pytest.approx(float(at_once["grad_norm"]), rel=1e-6)
+    assert step["grad_norm"] == pytest.approx(float(at_once["grad_norm"]), rel=SUMS)
     assert (step["stepped"], step["lr"]) == (True, 0.1)
     assert min(losses) < float(at_once["loss"]) < max(losses)
     for name, parameter in parameters(policy).items():
-        torch.testing.assert_close(parameter, expected[name], rtol=0, atol=1e-6, msg=name)
+        # Weights of about 1, of plain SGD.
+        torch.testing.assert_close(parameter, expected[name], rtol=0, atol=SUMS, msg=name)
     policy.load_checkpoint(tmp_path / "weights")
 
 
@@ -458,7 +466,7 @@ def test_pending_gradients_outlast_what_comes_between_and_are_not_lost(policy, t
             call()
     with pytest.raises(ValueError, match="loss_type=SEQUENCE_LEVEL"):
         policy.forward_backward(data, ClippedPGLoss(loss_type=LossType.SEQUENCE_LEVEL))
-    assert policy.optimizer_step()["grad_norm"] == pytest.approx(expected, rel=1e-6)
+    assert policy.optimizer_step()["grad_norm"] == pytest.approx(expected, rel=SUMS)
     with pytest.raises(ResidencyError, match=r"call forward_backward\(\) first"):
         policy.optimizer_step()
     policy.forward_backward(data, NLLLoss())
@@ -506,13 +514,14 @@ def test_planned_micro_batches_give_what_fixed_ones_give(
             policy.get_logprobs(batch([13], width=14))
     finally:
         policy.shutdown()
-    expected = plain_logprobs(plain_model, data)
-    torch.testing.assert_close(scores, expected, **LOGPROB_TOLERANCE)
-    torch.testing.assert_close(reference, expected, **LOGPROB_TOLERANCE)
-    torch.testing.assert_close(planned, fixed_losses, rtol=1e-5, atol=1e-5)
+    expected = expected_logprobs(plain_model, data)
+    assert_close(scores, expected)
+    assert_close(reference, expected)
+    torch.testing.assert_close(planned, fixed_losses, rtol=SUMS, atol=0)
     assert data == before
 
 
+@pytest.mark.promise
 def test_a_checkpoint_brings_weights_and_optimizer_back(policy, tmp_path):
     data = batch([9, 2, 5, 7])
     policy.save_checkpoint(tmp_path / "weights", tmp_path / "optimizer", tmp_path / "tokenizer")
@@ -527,11 +536,12 @@ def test_a_checkpoint_brings_weights_and_optimizer_back(policy, tmp_path):
 
 
 @pytest.mark.parametrize("transport", ["shm", "collective"])
+@pytest.mark.promise
 def test_receivers_get_the_weights_by_stream(policy, transport):
     expected = parameters(policy)
     addresses = policy.open_refit(2, is_paired=True, transport=transport, bucket_bytes=1 << 14)
     receivers = [
-        RefitReceiver(address, rank, timeout_s=60) for rank, address in enumerate(addresses)
+        RefitReceiver(address, rank, timeout_s=PATIENCE_S) for rank, address in enumerate(addresses)
     ]
     loaded = [{}, {}]
 
@@ -545,7 +555,7 @@ def test_receivers_get_the_weights_by_stream(policy, transport):
         running = [pool.submit(receive, rank, 1) for rank in range(2)]
         metrics = policy.send_weights(1)
         for future in running:
-            future.result(timeout=60)
+            future.result(timeout=PATIENCE_S)
         for receiver in receivers:
             receiver.commit(1)
         for tensors in loaded:
@@ -562,16 +572,18 @@ def test_receivers_get_the_weights_by_stream(policy, transport):
         with pytest.raises(RefitError, match="planted"):
             policy.send_weights(2)
         with pytest.raises(RefitError, match="planted"):
-            running[0].result(timeout=60)
+            running[0].result(timeout=PATIENCE_S)
         # With a sender of its own the other one has all of it; with the same one, it failed too.
-        assert running[1].exception(timeout=60) is None or policy.worker_group.world_size == 1
+        assert (
+            running[1].exception(timeout=PATIENCE_S) is None or policy.worker_group.world_size == 1
+        )
         for receiver in receivers:
             with pytest.raises((PoisonedError, RefitInProgress)):
                 receiver.require_ready()
         running = [pool.submit(receive, rank, 3) for rank in range(2)]
         policy.send_weights(3)
         for future in running:
-            future.result(timeout=60)
+            future.result(timeout=PATIENCE_S)
     for receiver in receivers:
         receiver.commit(3)
         assert receiver.require_ready() == 3
@@ -616,11 +628,13 @@ def test_a_group_that_the_driver_names_gets_the_weights(policy):
     info = policy.prepare_info_for_collective()
     with ReservedPort() as port:
         joining = policy.init_collective("127.0.0.1", port.number, 2)
-        with BroadcastGroup("127.0.0.1", port.number, rank=1, world_size=2, timeout_s=60) as group:
-            ray.get(joining, timeout=60)
+        with BroadcastGroup(
+            "127.0.0.1", port.number, rank=1, world_size=2, timeout_s=PATIENCE_S
+        ) as group:
+            ray.get(joining, timeout=PATIENCE_S)
             sending = policy.broadcast_weights_for_collective()
             received = dict(group.receive(info))
-            ray.get(sending, timeout=60)
+            ray.get(sending, timeout=PATIENCE_S)
     assert list(received) == list(expected)
     assert all(torch.equal(received[name], expected[name]) for name in expected)
 

@@ -7,6 +7,9 @@ import torch
 from loss_batches import evaluate, one_token, random_batch, two_rows
 from rl_interfaces import LossType
 from rl_policy.losses import ClippedPGLoss, estimate_kl
+from tolerances import ELEMENTWISE
+
+pytestmark = pytest.mark.promise
 
 SEQUENCE = {"loss_type": "sequence_level"}
 
@@ -55,9 +58,9 @@ def test_the_ratio_of_a_sequence_is_its_geometric_mean(
     )
     logprobs, data = two_tokens(ratios=(1.5, 0.9), advantage=advantage)
     found, gradients, metrics = value_and_gradient(loss_fn, logprobs, data)
-    assert found == pytest.approx(value, rel=1e-6)
-    assert gradients == pytest.approx([gradient, gradient], rel=1e-6)
-    assert metrics["probs_ratio"] == pytest.approx(1.1618950, rel=1e-6)
+    assert found == pytest.approx(value, rel=ELEMENTWISE)
+    assert gradients == pytest.approx([gradient, gradient], rel=ELEMENTWISE)
+    assert metrics["probs_ratio"] == pytest.approx(1.1618950, rel=ELEMENTWISE)
     assert metrics["clip_fraction"] == (gradient == 0)
 
 
@@ -66,8 +69,8 @@ def test_the_ratio_of_a_sequence_leaves_tokens_out_that_are_no_targets():
     data["token_mask"][0, 2] = 0
     loss_fn = ClippedPGLoss(ratio_level="sequence", clip_high=None, **SEQUENCE)
     assert value_and_gradient(loss_fn, logprobs, data)[:2] == (
-        pytest.approx(-3.0, rel=1e-6),
-        pytest.approx([-3.0, 0.0], rel=1e-6),
+        pytest.approx(-3.0, rel=ELEMENTWISE),
+        pytest.approx([-3.0, 0.0], rel=ELEMENTWISE),
     )
 
 
@@ -89,8 +92,8 @@ def test_in_cispo_a_clipped_token_keeps_its_gradient(ratio, advantage, clip_low,
     logprob = logprobs[0, 1].item()
     loss_fn = ClippedPGLoss(clipping="cispo", clip_low=clip_low, clip_high=clip_high)
     value, (gradient,), metrics = value_and_gradient(loss_fn, logprobs, data)
-    assert value == pytest.approx(-weight * advantage * logprob, rel=1e-6)
-    assert gradient == pytest.approx(-weight * advantage, rel=1e-6)
+    assert value == pytest.approx(-weight * advantage * logprob, rel=ELEMENTWISE)
+    assert gradient == pytest.approx(-weight * advantage, rel=ELEMENTWISE)
     assert metrics["clip_fraction"] == (weight != pytest.approx(ratio))
 
 
@@ -101,17 +104,20 @@ def test_a_bound_that_is_none_does_not_clip(ratio, advantage, loss):
     logprobs, data = one_token(ratio=ratio, advantage=advantage)
     loss_fn = ClippedPGLoss(clip_low=None, clip_high=None)
     value, (gradient,), _ = value_and_gradient(loss_fn, logprobs, data)
-    assert (value, gradient) == (pytest.approx(loss, rel=1e-6), pytest.approx(loss, rel=1e-6))
+    assert (value, gradient) == (
+        pytest.approx(loss, rel=ELEMENTWISE),
+        pytest.approx(loss, rel=ELEMENTWISE),
+    )
 
 
 def test_a_constant_length_divides_the_sum_of_each_sequence():
     logprobs, data = two_rows()  # costs 1 + 2 and 4 * 4
     value, metrics = evaluate(ClippedPGLoss(length_divisor=8, **SEQUENCE), logprobs, data)
     value.backward()
-    assert value.item() == pytest.approx((3 / 8 + 16 / 8) / 2, rel=1e-6)
-    assert metrics["policy_loss"] == pytest.approx(1.1875, rel=1e-6)
+    assert value.item() == pytest.approx((3 / 8 + 16 / 8) / 2, rel=ELEMENTWISE)
+    assert metrics["policy_loss"] == pytest.approx(1.1875, rel=ELEMENTWISE)
     # The gradient of a token is its cost, over the 8 tokens and the 2 rows.
-    assert logprobs.grad[:, 2].tolist() == pytest.approx([1 / 16, 4 / 16], rel=1e-6)
+    assert logprobs.grad[:, 2].tolist() == pytest.approx([1 / 16, 4 / 16], rel=ELEMENTWISE)
 
 
 @pytest.mark.parametrize(
@@ -134,14 +140,14 @@ def test_corrections_between_sampler_and_trainer(mode, floor, cap, expected):
     logprobs, data = two_tokens(advantage=-1.0, weights=(0.5, 3.0))
     loss_fn = ClippedPGLoss(importance_mode=mode, importance_floor=floor, importance_cap=cap)
     value, gradient, metrics = value_and_gradient(loss_fn, logprobs, data)
-    assert value == pytest.approx(sum(expected) / 2, rel=1e-6)
-    assert gradient == pytest.approx([weight / 2 for weight in expected], rel=1e-6)
+    assert value == pytest.approx(sum(expected) / 2, rel=ELEMENTWISE)
+    assert gradient == pytest.approx([weight / 2 for weight in expected], rel=ELEMENTWISE)
     # By token: 0.5 is beyond a floor of 0.8, and 3 beyond a cap of 2.
     of_tokens = [(floor or 0) > 0.5 or cap < 0.5, cap < 3.0]
     of_row = {"sequence": 1.5, "geometric": 1.2247}.get(mode.partition("_")[0])
     outside = [of_row > cap] if of_row else of_tokens
     assert metrics["importance_outside"] == pytest.approx(sum(outside) / len(outside))
-    assert metrics["sampler_trainer_ratio"] == pytest.approx(1.75, rel=1e-6)
+    assert metrics["sampler_trainer_ratio"] == pytest.approx(1.75, rel=ELEMENTWISE)
 
 
 @pytest.mark.parametrize(("weights", "is_kept"), [((0.5, 0.4), False), ((0.9, 0.95), True)])
@@ -176,9 +182,9 @@ def test_kl_estimators(settings, value, gradient):
     logprobs, data = one_token(ratio=1.0, advantage=0.0, reference_logprobs=reference)
     loss_fn = ClippedPGLoss(kl_coef=1.0, **settings)
     found, (slope,), metrics = value_and_gradient(loss_fn, logprobs, data)
-    assert found == pytest.approx(value, rel=1e-6)
-    assert slope == pytest.approx(gradient, rel=1e-6)
-    assert metrics["kl"] == pytest.approx(value, rel=1e-6)
+    assert found == pytest.approx(value, rel=ELEMENTWISE)
+    assert slope == pytest.approx(gradient, rel=ELEMENTWISE)
+    assert metrics["kl"] == pytest.approx(value, rel=ELEMENTWISE)
 
 
 def test_an_estimate_is_clamped_from_both_sides():
@@ -194,9 +200,9 @@ def test_the_unbiased_penalty_has_the_ratio_of_the_token_where_the_policy_moved(
     loss_fn = ClippedPGLoss(kl_coef=0.1, kl_estimator="k1", kl_unbiased=True)
     value, (gradient,), metrics = value_and_gradient(loss_fn, logprobs, data)
     k1 = math.log(1.5 * 0.25) - reference  # 1.0986
-    assert value == pytest.approx(0.1 * 1.5 * k1, rel=1e-6)
-    assert gradient == pytest.approx(0.1 * 1.5 * (k1 + 1), rel=1e-6)
-    assert metrics["kl"] == pytest.approx(k1, rel=1e-6)
+    assert value == pytest.approx(0.1 * 1.5 * k1, rel=ELEMENTWISE)
+    assert gradient == pytest.approx(0.1 * 1.5 * (k1 + 1), rel=ELEMENTWISE)
+    assert metrics["kl"] == pytest.approx(k1, rel=ELEMENTWISE)
 
 
 def test_the_entropy_bonus():
@@ -204,9 +210,9 @@ def test_the_entropy_bonus():
     value, (gradient,), metrics = value_and_gradient(
         ClippedPGLoss(entropy_coef=0.1), logprobs, data
     )
-    assert value == pytest.approx(-0.1 * 2 * math.log(2), rel=1e-6)
-    assert gradient == pytest.approx(0.1 * 2 * (1 - math.log(2)), rel=1e-6)
-    assert metrics["entropy"] == pytest.approx(math.log(2), rel=1e-6)
+    assert value == pytest.approx(-0.1 * 2 * math.log(2), rel=ELEMENTWISE)
+    assert gradient == pytest.approx(0.1 * 2 * (1 - math.log(2)), rel=ELEMENTWISE)
+    assert metrics["entropy"] == pytest.approx(math.log(2), rel=ELEMENTWISE)
     assert metrics["policy_loss"] == 0
 
 
@@ -307,7 +313,7 @@ def test_micro_batches_add_up_to_the_full_batch(name, rows_per_micro_batch):
     torch.testing.assert_close(total, full, rtol=1e-12, atol=1e-15)
     torch.testing.assert_close(gradient, full_gradient, rtol=1e-12, atol=1e-15)
     expected = {key: float(value) for key, value in full_metrics.items()}
-    assert sums == pytest.approx(expected, rel=1e-6)
+    assert sums == pytest.approx(expected, rel=ELEMENTWISE)
 
 
 @pytest.mark.parametrize("name", [name for name in EVERYTHING if name != "cispo"])

@@ -8,13 +8,15 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import ray
 import torch
+from patience import PATIENCE_S
 from plain_backend import PairModel
-from plain_loop import plain_logprobs, train_plainly
+from plain_loop import expected_logprobs, train_plainly
 from rl_batched_data import BatchedDataDict
 from rl_interfaces import (
     ColocatablePolicyInterface,
@@ -28,18 +30,13 @@ from rl_policy.policy import with_absolute_paths
 from rl_policy.ray.failures import WorkerGroupError
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tolerances import LOGPROBS, assert_all_close, assert_close, expected_of
 from transformers import PreTrainedTokenizerFast
-
-pytestmark = pytest.mark.timeout(240)
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "plain-backend"
 VOCABULARY = 16
 PAD = 0
 OPTIMIZER = {"lr": 1e-2, "eps": 1e-6, "weight_decay": 0.0}
-# Both sides compute the same float32 sums in another order.
-TOLERANCE = {"rtol": 0, "atol": 1e-6}
-# The same, after optimizer steps.
-TRAINED_TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 NUM_RANKS = 2
 
 
@@ -80,7 +77,7 @@ def config(tmp_path_factory):
             "max_total_sequence_length": 8,
             "optimizer": {"name": "torch.optim.AdamW", "kwargs": OPTIMIZER},
             "generation": {"backend": "hf", "max_new_tokens": 2, "pad_token_id": 15},
-            "timeout_s": 60,
+            "timeout_s": PATIENCE_S,
             "stranger_cfg": {"enabled": True, "tp": 1},
             **changes,
         }
@@ -118,15 +115,17 @@ def model():
 
 
 def train_by_loop(data, gbs):
-    """Return the initial model after plain AdamW, and the loss and norm of each step."""
+    """Return the initial model after plain AdamW, and what `train_plainly` does of it."""
     module = model()
-    optimizer = torch.optim.AdamW(module.parameters(), **OPTIMIZER)
-    return module, *train_plainly(module, optimizer, data, gbs=gbs, max_norm=1.0)
+    adamw = partial(torch.optim.AdamW, **OPTIMIZER)
+    return module, train_plainly(module, adamw, data, gbs=gbs, max_norm=1.0)
 
 
 def test_the_example_passes_the_conformance_kit():
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
-    result = subprocess.run(command, cwd=EXAMPLE, capture_output=True, text=True, timeout=200)
+    result = subprocess.run(
+        command, cwd=EXAMPLE, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert result.returncode == 0, result.stdout
     (counts,) = re.findall(r"TestPlainBackend: (\d+) passed, (\d+) skipped$", result.stdout, re.M)
     passed, skipped = map(int, counts)
@@ -149,27 +148,27 @@ def test_the_example_trains_through_the_policy(cluster, config, tokenizer, tmp_p
             policy.score(data)
     finally:
         assert policy.shutdown()
-    module, losses, _ = train_by_loop(data, gbs=4)
-    torch.testing.assert_close(result["loss"], losses, **TRAINED_TOLERANCE)
+    _, plain = train_by_loop(data, gbs=4)
+    assert_close(result["loss"], plain.losses, "loss")
     trained = PairModel.load(tmp_path / "trained")
-    for name, parameter in trained.named_parameters():
-        torch.testing.assert_close(parameter, module.state_dict()[name], **TRAINED_TOLERANCE)
+    assert_all_close(dict(trained.named_parameters()), plain.parameters)
     assert torch.equal(reference, before)
     assert not torch.equal(after, before)
     assert torch.all(output["generation_lengths"] <= 2)
-    expected = trained(data["input_ids"]).topk(2).values
+    logits = expected_of(lambda each: each(data["input_ids"]), trained, LOGPROBS)
+    expected = logits.gather(logits.exact.topk(2).indices)
     for row, length in enumerate(data["input_lengths"]):
-        torch.testing.assert_close(top[row, :length], expected[row, :length], **TRAINED_TOLERANCE)
+        assert_close(top[row, :length], expected[row, :length])
 
 
 @pytest.mark.parametrize("lengths", [[6, 1, 3, 5], [2, 6, 4, 1, 3], [3]])
 def test_logprobs_of_ragged_batches_come_back_in_order(policy, lengths):
     data = batch(lengths)
-    expected = plain_logprobs(model(), data).detach()
+    expected = expected_logprobs(model(), data)
     scores = policy.get_logprobs(data)["logprobs"]
-    torch.testing.assert_close(scores, expected, **TOLERANCE)
+    assert_close(scores, expected)
     reference = policy.get_reference_policy_logprobs(data, micro_batch_size=1)
-    torch.testing.assert_close(reference["reference_logprobs"], expected, **TOLERANCE)
+    assert_close(reference["reference_logprobs"], expected)
     scores.fill_(0)  # the caller's own memory
 
 
@@ -225,10 +224,10 @@ def trained(cluster, config, tokenizer, losses, tmp_path_factory):
 
 def test_training_steps_equal_a_plain_loop(trained):
     evaluated, result, _ = trained
-    _, losses, norms = train_by_loop(RAGGED, gbs=4)
-    torch.testing.assert_close(result["loss"], losses, **TRAINED_TOLERANCE)
-    torch.testing.assert_close(result["grad_norm"], norms, **TRAINED_TOLERANCE)
-    torch.testing.assert_close(evaluated["loss"], train_by_loop(EVEN, gbs=8)[1], **TOLERANCE)
+    _, plain = train_by_loop(RAGGED, gbs=4)
+    assert_close(result["loss"], plain.losses, "loss")
+    assert_close(result["grad_norm"], plain.norms, "grad_norm")
+    assert_close(evaluated["loss"], train_by_loop(EVEN, gbs=8)[1].losses, "loss")
     assert evaluated["grad_norm"] is None
     # The copies of a tensor-parallel group count once.
     metrics = result["all_mb_metrics"]
@@ -324,7 +323,7 @@ def test_an_exception_in_the_loss_reaches_the_caller(cluster, config, tokenizer,
 def test_a_policy_may_use_a_part_of_the_bundles_and_other_weights(
     cluster, config, tokenizer, losses, trained
 ):
-    module, _, _ = train_by_loop(RAGGED, gbs=4)
+    module, plain = train_by_loop(RAGGED, gbs=4)
     policy = Policy(
         cluster,
         config(),
@@ -336,8 +335,7 @@ def test_a_policy_may_use_a_part_of_the_bundles_and_other_weights(
     try:
         assert [info["rank"] for info in policy.get_gpu_info()] == [0]
         scores = policy.get_logprobs(batch([6, 2]))["logprobs"]
-        expected = plain_logprobs(module, batch([6, 2])).detach()
-        torch.testing.assert_close(scores, expected, **TRAINED_TOLERANCE)
+        assert_close(scores, expected_logprobs(module, batch([6, 2]), twin=plain.twin))
         with pytest.raises(ValueError, match="needs an optimizer, and init_optimizer was False"):
             policy.train(batch([3]), losses.MeanLogprobLoss())
         with pytest.raises(ValueError, match="init_optimizer was False"):

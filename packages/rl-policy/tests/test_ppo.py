@@ -2,12 +2,13 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from backend_runs import ADAMW, TOLERANCE, batch, config, make_tokenizer, save_model
+from backend_runs import ADAMW, batch, config, make_tokenizer, save_model
 from kept_clusters import kept_cluster
 from ppo_runs import SETTINGS, run
 from recipe_runs import CONFIG, TIMES, write_workplace
@@ -18,9 +19,10 @@ from rl_policy.recipes.ppo import PpoLossSection, PpoSection, add_advantages, va
 from rl_policy.run.inputs import prepare_inputs
 from rl_policy.run.metrics import read_metrics
 from rl_policy.run.samples import read_samples
+from tolerances import KL, LOGPROBS, assert_close, expected_of, in_float64, measured_training
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("rl-policy[dtensor]")]
+pytestmark = [pytest.mark.needs("rl-policy[dtensor]")]
 
 BUDGETS = {"enabled": True, "train_mb_tokens": 24, "logprob_mb_tokens": 24}
 PACKED = {**BUDGETS, "algorithm": "modified_first_fit_decreasing"}
@@ -44,7 +46,7 @@ def test_a_resumed_run_measures_what_an_uninterrupted_one_does(shared_ray, tmp_p
     assert all(row["value_loss"] > 0 and row["value_grad_norm"] > 0 for row in rows[1:])
     assert all(row["advantage_std"] > 0 and row["explained_variance"] < 1 for row in rows[1:])
     # The second epoch moves both, and the first step has the reference's weights.
-    assert rows[1]["reward_kl"] == pytest.approx(0, abs=1e-5)
+    assert rows[1]["reward_kl"] == pytest.approx(0, abs=KL)
     assert all(row["reward_kl"] != 0 for row in rows[2:])
     assert len({row["value_loss"] for row in rows[1:]}) == 4
 
@@ -130,19 +132,22 @@ def test_values_and_their_training_equal_those_of_transformers(
 
     plain = AutoModelForTokenClassification.from_pretrained(tmp_path / "start", num_labels=1)
     plain = plain.float().eval()
-    optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW)
-    expected = row_values(plain, data)
-    torch.testing.assert_close(scores, expected.detach(), **TOLERANCE)
-    values, old, returns = expected[:, :-1], data["prev_values"][:, 1:], data["returns"][:, 1:]
-    bounded = torch.maximum(torch.minimum(values, old + 0.5), old - 0.5)
-    cost = 0.5 * torch.maximum((values - returns) ** 2, (bounded - returns) ** 2)
-    loss = (cost * data["token_mask"][:, 1:]).sum() / data["token_mask"].sum()
-    loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-    optimizer.step()
-    torch.testing.assert_close(found["loss"].float(), loss.detach().float()[None], **TOLERANCE)
-    assert found["grad_norm"].item() == pytest.approx(norm.item(), rel=1e-4)
-    torch.testing.assert_close(after, row_values(plain, data).detach(), rtol=0, atol=1e-4)
+    values_of = partial(row_values, data=data)
+    assert_close(scores, expected_of(values_of, plain, LOGPROBS), "scores")
+
+    def loss_of(model, data):
+        values, old = values_of(model)[:, :-1], data["prev_values"][:, 1:]
+        returns = data["returns"][:, 1:]
+        bounded = torch.maximum(torch.minimum(values, old + 0.5), old - 0.5)
+        cost = 0.5 * torch.maximum((values - returns) ** 2, (bounded - returns) ** 2)
+        terms = cost * data["token_mask"][:, 1:]
+        return terms.sum() / data["token_mask"].sum(), terms
+
+    twin, adamw = in_float64(plain), partial(torch.optim.AdamW, **ADAMW)
+    trained = measured_training(plain, adamw, loss_of, [data], twin=twin)
+    assert_close(found["loss"], trained.losses, "loss")
+    assert_close(found["grad_norm"].reshape(1), trained.norms, "grad_norm")
+    assert_close(after, expected_of(values_of, plain, LOGPROBS, twin=twin), "after")
 
 
 def row_values(plain, data):

@@ -4,15 +4,15 @@ import pytest
 from ppo_runs import run
 from recipe_runs import write_workplace
 from rl_policy.run.metrics import read_metrics
+from tolerances import ENGINE
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
-    pytest.mark.timeout(900),
     pytest.mark.needs("rl-policy[all]"),
 ]
 
-MISMATCH = 1e-4
+MISMATCH = ENGINE
 
 
 def test_engines_sample_from_the_policys_weights_alone(shared_ray, tmp_path, monkeypatch):

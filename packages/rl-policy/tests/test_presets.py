@@ -6,7 +6,7 @@ from rl_policy.cli import build_app
 from rl_policy.run.metrics import read_metrics
 from typer.testing import CliRunner
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.needs("rl-policy[dtensor]")]
+pytestmark = [pytest.mark.slow, pytest.mark.needs("rl-policy[dtensor]")]
 
 REWARDS = '''
 def one(completions, problems):

@@ -11,6 +11,7 @@ import pytest
 import ray
 import torch
 import yaml
+from patience import PATIENCE_S, wait_until
 from processes import descendants
 from recipe_runs import (
     MODULE,
@@ -18,7 +19,6 @@ from recipe_runs import (
     TWO_RANKS,
     forked_command,
     measured,
-    wait_until,
     write_workplace,
 )
 from rl_policy.cli import build_app
@@ -26,7 +26,7 @@ from rl_policy.run.metrics import read_metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.needs("rl-policy[dtensor]")]
+pytestmark = pytest.mark.needs("rl-policy[dtensor]")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def run(workplace, environment):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert result.returncode == 0, result.stderr
@@ -85,6 +85,7 @@ def warm(run, workplace, shared_ray):
     return workplace / "warm"
 
 
+@pytest.mark.promise
 def test_a_run_leaves_its_metrics(run, workplace):
     rows = read_metrics(workplace / "first" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
@@ -109,6 +110,7 @@ def drawn(name, *, by):
     return [name] if find_spec(by) else []
 
 
+@pytest.mark.promise
 def test_a_run_leaves_its_files(run, workplace):
     path = workplace / "first"
     assert {each.name for each in path.iterdir()} == {
@@ -137,6 +139,7 @@ def test_a_run_leaves_its_files(run, workplace):
     assert (state["step"], state["data_position"]) == (4, 16)
 
 
+@pytest.mark.slow
 def test_the_warm_up_stops_by_its_criterion(run, workplace):
     rows = read_metrics(workplace / "first" / "warm_up" / "metrics.jsonl")
     rates = [row["pass_rate"] for row in rows if row["pass_rate"] is not None]
@@ -145,6 +148,7 @@ def test_the_warm_up_stops_by_its_criterion(run, workplace):
     assert rows[-1]["step"] < 40
 
 
+@pytest.mark.promise
 def test_the_model_loads_with_transformers_alone(run, workplace):
     model = AutoModelForCausalLM.from_pretrained(workplace / "first" / "final")
     warm = AutoModelForCausalLM.from_pretrained(workplace / "first" / "warm_up" / "final")
@@ -156,6 +160,7 @@ def test_the_model_loads_with_transformers_alone(run, workplace):
     assert likely in ("0", "1")
 
 
+@pytest.mark.slow
 def test_a_run_directory_is_not_overwritten(run, workplace, monkeypatch):
     monkeypatch.chdir(workplace)
     before = measured(workplace / "first")
@@ -166,6 +171,7 @@ def test_a_run_directory_is_not_overwritten(run, workplace, monkeypatch):
     assert measured(workplace / "first") == before
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_run(run, start, workplace):
     start("grpo", "second")
     assert measured(workplace / "second") == measured(workplace / "first")
@@ -173,6 +179,7 @@ def test_the_same_seed_gives_the_same_run(run, start, workplace):
     assert supervised[0] == supervised[1]
 
 
+@pytest.mark.slow
 def test_without_staleness_a_run_is_the_synchronous_one(warm, start, workplace):
     start("grpo", "synchronous", WARM, "async.max_staleness=0", "async.refit_every=3")
     assert measured(workplace / "synchronous") == measured(warm)
@@ -184,6 +191,7 @@ def test_without_staleness_a_run_is_the_synchronous_one(warm, start, workplace):
     assert not (workplace / "synchronous" / "trained.jsonl").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", ["dynamic_batching", "sequence_packing"])
 def test_planned_micro_batches_train_to_the_same_losses(warm, start, workplace, section):
     settings = [
@@ -201,6 +209,7 @@ def test_planned_micro_batches_train_to_the_same_losses(warm, start, workplace, 
     assert len(set(losses[1])) > 1, "losses that do not move would prove nothing here"
 
 
+@pytest.mark.promise
 def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(run, workplace, monkeypatch):
     monkeypatch.chdir(workplace)
     source, path = workplace / "first", workplace / "interrupted"
@@ -221,6 +230,7 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(run, workplace
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
+@pytest.mark.slow
 @pytest.mark.needs("rl-policy[lora]")
 def test_adapters_alone_are_trained_after_a_warm_up_of_all(start, workplace):
     peft = pytest.importorskip("peft", reason="comes with the extra lora")
@@ -236,6 +246,7 @@ def test_adapters_alone_are_trained_after_a_warm_up_of_all(start, workplace):
         assert torch.equal(parameter, final[name]), name
 
 
+@pytest.mark.slow
 def test_the_supervised_part_alone_on_a_model_of_the_user(run, start, workplace):
     (workplace / "own.yaml").write_text(
         "policy:\n"
@@ -261,6 +272,7 @@ def test_the_supervised_part_alone_on_a_model_of_the_user(run, start, workplace)
     AutoModelForCausalLM.from_pretrained(workplace / "own" / "final")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_run_leaves_nothing_behind(workplace, environment, number, status):
     out = f"stopped-{status}"
@@ -278,15 +290,16 @@ def test_an_interrupted_run_leaves_nothing_behind(workplace, environment, number
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     metrics = workplace / out / "warm_up" / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.read_text(), limit_s=300)
+    wait_until(lambda: metrics.exists() and metrics.read_text(), what="a step")
     os.killpg(process.pid, number)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == status, errors
     assert f"interrupted; continue with: rl-policy grpo --resume {out}" in errors
     assert "Traceback" not in errors
-    wait_until(lambda: ray.available_resources()["CPU"] == cpus, limit_s=30)
+    wait_until(lambda: ray.available_resources()["CPU"] == cpus, what="all CPUs are free again")
 
 
+@pytest.mark.slow
 def test_a_terminated_run_ends_the_ray_that_it_started(workplace, wait_until_gone):
     """With a Ray of its own: `ray.init` sets a handler of SIGTERM that would abort the run."""
     process = subprocess.Popen(
@@ -298,11 +311,11 @@ def test_a_terminated_run_ends_the_ray_that_it_started(workplace, wait_until_gon
         start_new_session=True,
     )
     metrics = workplace / "alone" / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.read_text(), limit_s=300)
+    wait_until(lambda: metrics.exists() and metrics.read_text(), what="a step")
     children = descendants(process.pid)
     assert len(children) > 2
     process.terminate()
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 143, errors
     assert errors.splitlines()[-1].startswith("interrupted; continue with: rl-policy sft --resume")
     assert "Traceback" not in errors

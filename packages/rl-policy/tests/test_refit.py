@@ -7,6 +7,8 @@ from rl_policy.ray.failures import WorkerDiedError
 from rl_policy.refit import RefitRoutes, WeightLink, engines_on_device, group_for_ipc
 from rl_refit import RefitError
 
+pytestmark = pytest.mark.promise
+
 GIB = 2**30
 
 

@@ -13,6 +13,8 @@ from rl_policy.recipes import describe_recipe, find_recipe, installed_recipes
 from rl_policy.run.metrics import read_metrics
 from typer.testing import CliRunner
 
+pytestmark = pytest.mark.promise
+
 STRANGER = Path(__file__).parent / "stranger"
 
 
@@ -55,7 +57,6 @@ def test_the_command_line_lists_what_is_registered_without_importing_it(register
     assert "stranger_recipe" not in sys.modules
 
 
-@pytest.mark.timeout(240)
 def test_a_strangers_recipe_runs_by_its_module_and_its_section_alone(
     shared_ray, register, tmp_path, monkeypatch
 ):

@@ -38,7 +38,7 @@ def refusal(result):
 def test_a_run_is_read_with_what_differs_from_the_defaults(tmp_path):
     run = read_run(write_run(tmp_path / "a", settings=["data.num_heldout=16", "loss.kl_coef=0.5"]))
     assert run.changed() == {
-        "data.num_heldout": (16, 256),
+        "data.num_heldout": (16, None),
         "grpo.steps": (4, 60),
         "loss.kl_coef": (0.5, 0.001),
     }

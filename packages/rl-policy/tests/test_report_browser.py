@@ -10,7 +10,7 @@ import shutil
 import pytest
 from report_runs import HOSTILE, write_run
 
-pytestmark = [pytest.mark.needs("rl-policy[report]"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.needs("rl-policy[report]")]
 pytest.importorskip("plotly", reason="comes with the extra report")
 sync_api = pytest.importorskip("playwright.sync_api", reason="nox -s browser installs it")
 from rl_policy.report.page import write_page  # noqa: E402

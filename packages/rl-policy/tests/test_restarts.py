@@ -7,15 +7,16 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S, wait_until
 from processes import descendants
-from recipe_runs import TWO_RANKS, measured, wait_until, write_workplace
+from recipe_runs import TWO_RANKS, measured, write_workplace
 from rl_policy import RayVirtualCluster
 from rl_policy.cli import build_app
 from rl_policy.config import load_run_config
 from rl_policy.ray.failures import WorkerDiedError, WorkerGroupError, death_behind
 from typer.testing import CliRunner
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.needs("rl-policy[dtensor]")]
+pytestmark = [pytest.mark.needs("rl-policy[dtensor]")]
 
 RUN = ["grpo", "--config", "run.yaml", "data.path=problems.jsonl", TWO_RANKS]
 STEPS = ["grpo.steps=40", "grpo.eval_every=15", "checkpoint.every=15"]
@@ -45,7 +46,7 @@ def kill_a_rank(process, metrics, *, after):
         assert process.poll() is None, process.stderr.read()
         return num_lines(metrics) > after + 1
 
-    wait_until(is_past, limit_s=300)
+    wait_until(is_past, what="the run is past the step")
     children = descendants(process.pid)
     ranks = [pid for pid in children if b"WorkerHost" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert len(ranks) == 2
@@ -66,11 +67,11 @@ def test_a_command_forks_its_workers_unless_it_is_told_not_to(begin, wait_until_
                 found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes()
         return any(b"WorkerHost" in line for line in found.values())
 
-    wait_until(has_worker, limit_s=120)
+    wait_until(has_worker, what="a worker")
     assert any(b"fork_client.py" in line for line in found.values()) == forks
     process.kill()
     # A plain worker that is importing sees that its node has ended when it is through.
-    wait_until_gone(found, limit_s=60)
+    wait_until_gone(found)
 
 
 @pytest.mark.slow
@@ -85,9 +86,9 @@ def test_a_killed_rank_comes_back_and_the_run_has_the_same_metrics(
     process = begin(*RUN, *START, *STEPS, "--out", "killed", "cluster.restarts=1")
     # Before the first checkpoint, from which nothing can continue.
     first = kill_a_rank(process, metrics, after=5)
-    wait_until(lambda: num_lines(metrics) < 5, limit_s=120)
+    wait_until(lambda: num_lines(metrics) < 5, what="five steps")
     second = kill_a_rank(process, metrics, after=18)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1, errors
     assert "died during" in errors
     assert "restart 1 of 1" in errors
@@ -102,7 +103,7 @@ def test_a_killed_rank_comes_back_and_the_run_has_the_same_metrics(
 
     resumed = begin("grpo", "--resume", "killed", "cluster.restarts=3")
     kill_a_rank(resumed, metrics, after=32)
-    output, errors = resumed.communicate(timeout=300)
+    output, errors = resumed.communicate(timeout=PATIENCE_S)
     assert resumed.returncode == 0, errors
     assert "restart 1 of 3" in errors
     assert ", restarts: 1)" in output

@@ -10,9 +10,10 @@ from rl_policy.run.directory import RunDirectory
 from rl_policy.run.inputs import prepare_inputs
 from rl_policy.run.metrics import read_metrics
 from rl_policy.trainers import RewardTrainer
+from tolerances import ELEMENTWISE, REPEATED
 from transformers import AutoModelForSequenceClassification
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.needs("rl-policy[dtensor]")]
+pytestmark = [pytest.mark.needs("rl-policy[dtensor]")]
 
 SETTINGS = {
     "rm.steps": 6,
@@ -38,14 +39,14 @@ def scored(scores, mask=None, **options):
 def test_the_loss_of_the_docstring():
     # log(1 + exp(-1.5)), and 2.5 squared.
     loss, metrics = scored([2.0, 0.5])
-    assert float(loss) == pytest.approx(0.2014133, abs=1e-6)
+    assert float(loss) == pytest.approx(0.2014133, rel=ELEMENTWISE)
     loss, metrics = scored([2.0, 0.5], center_coef=0.01)
-    assert float(loss) == pytest.approx(0.2014133 + 0.0625, abs=1e-6)
+    assert float(loss) == pytest.approx(0.2014133 + 0.0625, rel=ELEMENTWISE)
     assert metrics["reward_margin"] == 1.5
     assert (metrics["chosen_reward"], metrics["rejected_reward"]) == (2.0, 0.5)
     # A masked pair counts nowhere.
     masked, metrics = scored([2.0, 0.5, 9.0, -9.0], mask=[1.0, 1.0, 0.0, 0.0])
-    assert float(masked) == pytest.approx(0.2014133, abs=1e-6)
+    assert float(masked) == pytest.approx(0.2014133, rel=ELEMENTWISE)
     assert metrics["pair_accuracy"] == 1.0
 
 
@@ -88,8 +89,9 @@ def test_a_language_model_becomes_a_reward_model_that_transformers_loads(shared_
 
     margins = [score(one) - score(two) for one, two in (p.rows for p in inputs.pairs.heldout)]
     expected = sum(margins) / len(margins)
-    assert rows[-1]["heldout_margin"] == pytest.approx(expected, abs=1e-5)
-    assert trainer.evaluate()["heldout_margin"] == pytest.approx(expected, abs=1e-5)
+    atol = REPEATED * max(1.0, *map(abs, margins))
+    assert rows[-1]["heldout_margin"] == pytest.approx(expected, abs=atol)
+    assert trainer.evaluate()["heldout_margin"] == pytest.approx(expected, abs=atol)
     with pytest.raises(ValueError, match=r"policy.generation is not set"):
         trainer.generate(["2*3="])
 

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from patience import PATIENCE_S
 from rl_batched_data import BatchedDataDict
 from rl_interfaces import GenerationInterface
 from rl_policy.data.batches import ProblemEncoder, completion_batch
@@ -100,7 +101,7 @@ class Answers:
 
 
 def player_of(encoder, *, max_turns=4, max_length=99, max_new_tokens=9, max_groups=8, role="user"):
-    pool = ThreadPool(GivenEnvironment(Answers), limit_s=20, max_groups=max_groups)
+    pool = ThreadPool(GivenEnvironment(Answers), limit_s=PATIENCE_S, max_groups=max_groups)
     return EpisodePlayer(
         pool=pool,
         encoder=encoder,

@@ -46,7 +46,6 @@ def arguments(*settings):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_training_takes_the_routes_of_the_pass_before(workplace, monkeypatch):
     """Whole steps on two ranks, with packed micro-batches that differ between the two calls."""
     batches = []

@@ -7,6 +7,7 @@ from datetime import date
 
 import datasets
 import pytest
+from patience import PATIENCE_S
 from rl_policy.data.datasets import Problem, read_problems
 from rl_policy.data.rows import GivenRows, read_rows
 
@@ -70,6 +71,6 @@ def test_what_cannot_be_read_is_named(dataset, tmp_path):
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
     assert "ValueError: data.path=org/name cannot be read" in result.stderr

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from patience import PATIENCE_S
 from rl_policy.cli import build_app
 from rl_policy.commands.serve import (
     ServeOptions,
@@ -39,7 +40,6 @@ from rl_policy.run.directory import CheckpointManager, RunDirectory, RunState
 from typer.testing import CliRunner
 
 KEY = "a-key-of-some-length"
-LIMIT_S = 30
 CHOICE = {"index": 0, "finish_reason": "stop", "token_ids": [4, 5], "weight_versions": [8, 9]}
 CHAT = CHOICE | {"logprobs": {"content": [{"logprob": -0.1}, {"logprob": -0.2}]}}
 TEXT = CHOICE | {"logprobs": {"token_logprobs": [-0.3, -0.4]}, "prompt_token_ids": [3]}
@@ -61,7 +61,7 @@ def test_a_server_that_has_ended_by_itself_is_noticed(monkeypatch):
     try:
         assert server.is_alive
         server._server.should_exit = True
-        server._thread.join(30)
+        server._thread.join(PATIENCE_S)
         assert not server.is_alive
     finally:
         server.close()
@@ -93,7 +93,7 @@ def client_on(thread, step):
         requests=requests,
         state=EngineState(),
         adapter=ADAPTER,
-        timeout_s=LIMIT_S,
+        timeout_s=PATIENCE_S,
     )
     return client, requests
 
@@ -141,7 +141,7 @@ def test_a_client_that_leaves_before_its_request_is_added_costs_nothing(thread):
     asyncio.run(leave())
     thread.run(list)
     assert requests.num_streams == 0
-    assert requests.wait_idle(LIMIT_S)
+    assert requests.wait_idle(PATIENCE_S)
 
 
 def test_a_server_that_ends_during_a_step_costs_nobody_else(thread):
@@ -151,7 +151,7 @@ def test_a_server_that_ends_during_a_step_costs_nobody_else(thread):
         if not requests.num_streams:
             return []
         is_stepping.set()
-        is_over.wait(LIMIT_S)
+        is_over.wait(PATIENCE_S)
         return [
             SimpleNamespace(request_id="served-0", finished=False, outputs=[]),
             SimpleNamespace(request_id="7", finished=True),
@@ -161,14 +161,14 @@ def test_a_server_that_ends_during_a_step_costs_nobody_else(thread):
 
     async def serve():
         asking = asyncio.create_task(outputs_of(client))
-        assert await asyncio.to_thread(is_stepping.wait, LIMIT_S)
+        assert await asyncio.to_thread(is_stepping.wait, PATIENCE_S)
         return asking
 
     batch = thread.run(requests.add, ["7-abc"])
     assert asyncio.run(serve()).cancelled()
     is_over.set()
-    assert [each.request_id for each in batch.result(LIMIT_S)] == ["7"]
-    assert requests.wait_idle(LIMIT_S)
+    assert [each.request_id for each in batch.result(PATIENCE_S)] == ["7"]
+    assert requests.wait_idle(PATIENCE_S)
 
 
 def test_a_client_that_waits_is_woken_and_asks_the_engine_for_nothing_meanwhile(thread):
@@ -187,7 +187,7 @@ def test_a_client_that_waits_is_woken_and_asks_the_engine_for_nothing_meanwhile(
         await asyncio.sleep(0.5)
         assert (len(attempts), asking.done()) == (1, False)
         requests.release()
-        (output,) = await asyncio.wait_for(asking, LIMIT_S)
+        (output,) = await asyncio.wait_for(asking, PATIENCE_S)
         return output
 
     requests.hold()
@@ -202,7 +202,7 @@ def test_a_client_that_is_never_woken_learns_why_after_its_limit(thread):
     client._timeout_s = 0.2
     requests.hold()
     with pytest.raises(EngineStateError, match="waits for its requests to end"):
-        asyncio.run(asyncio.wait_for(outputs_of(client), LIMIT_S))
+        asyncio.run(asyncio.wait_for(outputs_of(client), PATIENCE_S))
     assert requests._wakers == []
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import PATIENCE_S, wait_until
 from processes import descendants, is_gone
-from recipe_runs import forked_command, wait_until, write_workplace
+from recipe_runs import forked_command, write_workplace
 from rl_policy.generation.answers import read_answers
 from transformers import AutoModelForCausalLM
 from vllm_oracles import TOLERANCE, ascii_tokenizer, expected_logprobs, save_llama
@@ -17,13 +18,10 @@ from vllm_oracles import TOLERANCE, ascii_tokenizer, expected_logprobs, save_lla
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
-    pytest.mark.timeout(900),
     pytest.mark.usefixtures("ray_apart"),
     pytest.mark.needs("rl-policy[all]"),
 ]
 openai = pytest.importorskip("openai", reason="comes with vLLM")
-
-START_S, END_S = 300, 60
 
 
 def start(arguments, log):
@@ -42,7 +40,7 @@ def start(arguments, log):
         assert process.poll() is None, log.read_text()
         return [line for line in log.read_text().splitlines() if line.startswith("serving ")]
 
-    wait_until(served, limit_s=START_S)
+    wait_until(served, what="the address of the server")
     return process, served()[0]
 
 
@@ -62,7 +60,7 @@ def test_a_run_is_served_and_ends_with_a_signal(tmp_path):
         forked_command("grpo", "--config", "run.yaml", "--out", str(run), *settings),
         cwd=tmp_path,
         check=True,
-        timeout=600,
+        timeout=PATIENCE_S,
     )
     log = tmp_path / "log"
     process, line = start([str(run), "--name", "mine", *SMALL], log)
@@ -85,15 +83,15 @@ def test_a_run_is_served_and_ends_with_a_signal(tmp_path):
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=START_S,
+            timeout=PATIENCE_S,
         )
         assert second.returncode == 2
         assert f"--host 127.0.0.1 --port {port}: Address already in use" in second.stderr
         process.send_signal(signal.SIGTERM)
-        assert process.wait(END_S) == 128 + signal.SIGTERM, log.read_text()
+        assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM, log.read_text()
     finally:
         process.kill()
-    wait_until(lambda: all(map(is_gone, below)), limit_s=END_S)
+    wait_until(lambda: all(map(is_gone, below)), what="the end of all processes")
     with socket.socket() as probe, pytest.raises(ConnectionRefusedError):
         probe.connect(("127.0.0.1", int(port)))
     assert "Traceback" not in log.read_text()
@@ -110,9 +108,9 @@ def test_an_engine_that_dies_ends_the_server(tmp_path):
             pid for pid in below if b"WorkerHost" in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]
         os.kill(engine, signal.SIGKILL)
-        assert process.wait(END_S) == 1, log.read_text()
+        assert process.wait(PATIENCE_S) == 1, log.read_text()
     finally:
         process.kill()
-    wait_until(lambda: all(map(is_gone, below)), limit_s=END_S)
+    wait_until(lambda: all(map(is_gone, below)), what="the end of all processes")
     (line,) = [each for each in log.read_text().splitlines() if "error:" in each]
     assert "its process was killed" in line

@@ -7,7 +7,7 @@ import pytest
 import rl_refit
 import torch
 from kept_clusters import kept_cluster
-from recipe_runs import wait_until
+from patience import PATIENCE_S, wait_until
 from rl_interfaces import NOT_SAMPLED
 from rl_policy import Policy
 from rl_policy.data.batches import completion_batch
@@ -26,7 +26,6 @@ from vllm_oracles import (
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.slow,
-    pytest.mark.timeout(900),
     pytest.mark.needs("rl-policy[all]"),
 ]
 openai = pytest.importorskip("openai", reason="comes with vLLM")
@@ -36,7 +35,6 @@ FIRST_VERSION = 3
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }} {% endfor %}a:"
 MESSAGES = [{"role": "user", "content": "hello"}]
 NEW_TOKENS = 900
-END_S = 60
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +68,7 @@ def cluster(shared_ray):
 def engines(cluster, model_path, tokenizer):
     config = generation_config(model_path, max_model_len=1024, engine_kwargs={"block_size": 32})
     engines = VllmGeneration(
-        cluster, config, tokenizer, timeout_s=240.0, weight_version=FIRST_VERSION
+        cluster, config, tokenizer, timeout_s=PATIENCE_S, weight_version=FIRST_VERSION
     )
     yield engines
     engines.shutdown()
@@ -85,7 +83,7 @@ def models(first_model):
 @pytest.fixture(scope="module")
 def client(engines):
     (address,) = engines.serve(ServerSettings(name="tiny", api_key=KEY))
-    with openai.OpenAI(base_url=address, api_key=KEY, max_retries=0, timeout=600) as client:
+    with openai.OpenAI(base_url=address, api_key=KEY, max_retries=0, timeout=PATIENCE_S) as client:
         yield client
 
 
@@ -108,7 +106,7 @@ def open_sender(engines, model):
     sender = rl_refit.RefitSender(
         rl_refit.TensorSource(model.state_dict()),
         num_receivers=engines.num_receivers,
-        timeout_s=60.0,
+        timeout_s=PATIENCE_S,
         bucket_bytes=32 << 10,
     )
     engines.init_transfer(sender.address)
@@ -212,10 +210,10 @@ def test_engines_that_sleep_keep_their_clients_waiting(client, engines, tokenize
             assert not running.done()
         engines.finish_generation()
         waiting = pool.submit(chat, client, max_tokens=4)
-        assert len(running.result(END_S).choices[0].token_ids) == 200
+        assert len(running.result(PATIENCE_S).choices[0].token_ids) == 200
         assert not waiting.done()
         engines.prepare_for_generation()
-        answers = [running.result(), waiting.result(END_S)]
+        answers = [running.result(), waiting.result(PATIENCE_S)]
     require_logprobs(read_answers(answers, pad_token_id=tokenizer.pad_token_id), models)
 
 
@@ -224,7 +222,9 @@ def test_a_client_that_leaves_frees_its_place(client, engines):
     stream = chat(client, max_tokens=NEW_TOKENS, n=64, stream=True)
     next(iter(stream))
     stream.close()
-    wait_until(lambda: not any(engines.membership.on_all_beside("is_sampling")), limit_s=END_S)
+    wait_until(
+        lambda: not any(engines.membership.on_all_beside("is_sampling")), what="no engine samples"
+    )
     assert len(chat(client, max_tokens=3).choices[0].token_ids) == 3
 
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("ray_apart")
 
@@ -35,7 +36,7 @@ def printed(**environment):
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": beside, "RAY_ADDRESS": "local", **environment},
-        timeout=300,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert result.returncode == 0, result.stderr

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import ray
+from patience import PATIENCE_S, wait_until
 from processes import descendants, is_gone
-from recipe_runs import forked_command, wait_until
+from recipe_runs import forked_command
 from rl_policy.cli import build_app
 from rl_policy.tinker import command
 from rl_policy.tinker.store import CheckpointStore
@@ -21,14 +22,10 @@ from typer.testing import CliRunner
 pytestmark = [
     pytest.mark.needs("rl-policy[tinker]"),
     pytest.mark.usefixtures("ray_apart"),
-    pytest.mark.timeout(900),
 ]
 
 tinker = pytest.importorskip("tinker", reason="the client is no dependency of its server")
 types = tinker.types
-
-# Of a start of Ray and a rank on a machine that is busy.
-START_S, END_S = 300, 180
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +51,7 @@ def start(model, state, log):
         assert process.poll() is None, log.read_text()
         return re.search(r"on (http://\S+)", log.read_text())
 
-    wait_until(address, limit_s=START_S)
+    wait_until(address, what="the address of the server")
     return process, address()[1]
 
 
@@ -65,8 +62,8 @@ def datum(text="hello"):
 
 
 def assert_nothing_is_left(process, below, address):
-    process.wait(timeout=END_S)
-    wait_until(lambda: all(map(is_gone, below)), limit_s=END_S)
+    process.wait(timeout=PATIENCE_S)
+    wait_until(lambda: all(map(is_gone, below)), what="the end of all processes")
     host, port = address.removeprefix("http://").split(":")
     with socket.socket() as probe, pytest.raises(ConnectionRefusedError):
         probe.connect((host, int(port)))
@@ -104,7 +101,7 @@ def test_a_killed_server_leaves_nothing_and_the_next_one_continues(model, tmp_pa
         waiting = tinker.ServiceClient(base_url=address, api_key=KEY)
         waiting.create_lora_training_client("tiny", rank=4).result()
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=END_S) == 128 + signal.SIGINT, log.read_text()
+        assert process.wait(timeout=PATIENCE_S) == 128 + signal.SIGINT, log.read_text()
     finally:
         process.kill()
     assert_nothing_is_left(process, below, address)
@@ -124,8 +121,8 @@ def test_a_rank_that_dies_ends_the_server(model, tmp_path):
         os.kill(rank, signal.SIGKILL)
         # The client learns why before the server ends.
         with pytest.raises(tinker.RequestFailedError, match="died during"):
-            service.create_lora_training_client("tiny", rank=4).result(timeout=END_S)
-        assert process.wait(timeout=END_S) == 1
+            service.create_lora_training_client("tiny", rank=4).result(timeout=PATIENCE_S)
+        assert process.wait(timeout=PATIENCE_S) == 1
     finally:
         process.kill()
     assert_nothing_is_left(process, below, address)

@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from patience import PATIENCE_S
 from rl_interfaces import LossInput
 from rl_policy.tinker.futures import Futures, InOrder, Job, JobThread
 from rl_policy.tinker.losses import KINDS, make_loss
 from rl_policy.tinker.requests import RequestError
 from rl_policy.tinker.store import WEIGHTS, Checkpoint, CheckpointStore
 from rl_policy.tinker.wire import Datum, address_of_call, read_call
+from tolerances import REPEATED, SUMS
 
 pytestmark = pytest.mark.needs("rl-policy[tinker]")
 
@@ -82,11 +84,15 @@ def test_losses_are_as_documented(name, is_next):
         targets = torch.from_numpy(datum.inputs["target_tokens"])
         p = scores[row, : len(targets)].gather(-1, targets[:, None])[:, 0]
         expected.append(documented_loss(name, datum, p, **options))
-        assert torch.allclose(found["logprobs"][row, 1 : len(targets) + 1].double(), p, atol=1e-6)
+        assert torch.allclose(
+            found["logprobs"][row, 1 : len(targets) + 1].double(), p, atol=SUMS, rtol=0
+        )
         assert not found["logprobs"][row, len(targets) + 1 :].any()
-    assert torch.allclose(found["loss"].double(), torch.stack(expected), atol=1e-5)
+    assert torch.allclose(
+        found["loss"].double(), torch.stack(expected), atol=REPEATED, rtol=REPEATED
+    )
     (documented,) = torch.autograd.grad(torch.stack(expected).sum(), logits)
-    assert torch.allclose(gradient, documented, atol=1e-5)
+    assert torch.allclose(gradient, documented, atol=REPEATED, rtol=REPEATED)
     assert gradient.abs().max() > 0.01
 
 
@@ -158,7 +164,7 @@ def test_jobs_of_a_group_run_together_and_failures_are_their_own():
     batches, gate, fatal = [], threading.Event(), []
 
     def run(arguments):
-        gate.wait(10)
+        gate.wait(PATIENCE_S)
         batches.append(list(arguments))
         if "bad" in arguments:
             raise ValueError("bad")
@@ -198,7 +204,7 @@ def test_a_failure_after_the_end_is_not_reported():
 
     def run(_):
         started.set()
-        gate.wait(60)
+        gate.wait(PATIENCE_S)
         raise KeyError("the ranks are gone")
 
     async def submit():
@@ -220,7 +226,7 @@ def test_a_failure_of_all_fails_what_waits_and_what_comes_later():
     gate, fatal = threading.Event(), []
 
     def run(_):
-        gate.wait(60)
+        gate.wait(PATIENCE_S)
         raise KeyError("the ranks are gone")
 
     async def submit():

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from patience import PATIENCE_S
 
 pytestmark = pytest.mark.needs("rl-policy[trackio]")
 pytest.importorskip("trackio", reason="comes with the extra trackio")
@@ -35,7 +36,7 @@ def test_a_run_and_its_resume_are_one_run_of_the_project(tmp_path):
         capture_output=True,
         text=True,
         env=environment,
-        timeout=300,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert result.returncode == 0, result.stderr

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import ray
 import torch
+from patience import PATIENCE_S
 from recipe_runs import CONFIG, MODULE, measured, write_workplace
 from rl_policy import DPOTrainer, GRPOTrainer, SFTTrainer
 from rl_policy.cli import build_app
@@ -43,6 +44,7 @@ def had_ray():
     return ray.is_initialized()
 
 
+@pytest.mark.promise
 def test_a_run_from_python_is_that_of_the_command_line(shared_ray, workplace):
     write_workplace(workplace)
     trainer = GRPOTrainer(data=PROBLEMS, config=nest(SETTINGS), out="python", progress=False)
@@ -99,7 +101,7 @@ def test_with_keeps_its_processes_and_all_calls_are_of_the_trained_model(workpla
     assert kept[0] == {**PROBLEMS[0], "room": 3}
     assert f"path: {Path('run/data.jsonl').absolute()}" in Path("run/config.yaml").read_text()
     refused = subprocess.run(
-        [*MODULE, "grpo", "--resume", "run"], timeout=60, capture_output=True, text=True
+        [*MODULE, "grpo", "--resume", "run"], timeout=PATIENCE_S, capture_output=True, text=True
     )
     assert refused.returncode == 2
     assert "reward.function=['<reward>'] was given by a Python program" in refused.stderr

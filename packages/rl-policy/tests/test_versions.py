@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+pytestmark = pytest.mark.promise
+
 ROOT = Path(__file__).parents[3]
 if not (ROOT / "noxfile.py").exists():
     pytest.skip("needs the repository, not one package of it", allow_module_level=True)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from kept_clusters import kept_cluster
+from patience import PATIENCE_S
 from rl_policy.generation.vllm import VllmGeneration
 from rl_refit import RefitError, RefitSender, TensorSource
 from rl_refit.adapters import DOWN, UP
@@ -40,7 +41,7 @@ def model_path(tmp_path_factory, tokenizer):
 def engines(model_path, tokenizer, shared_ray):
     cluster = kept_cluster([1])
     config = generation_config(model_path, adapter_rank=RANK)
-    engines = VllmGeneration(cluster, config, tokenizer, timeout_s=120.0)
+    engines = VllmGeneration(cluster, config, tokenizer, timeout_s=PATIENCE_S)
     yield engines
     engines.shutdown()
     cluster.shutdown()
@@ -101,7 +102,7 @@ def test_engines_apply_adapters_to_the_base_that_they_hold(engines, model_path, 
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
     base = TensorSource(model.named_parameters())
-    with RefitSender(base, adapters=TensorSource(adapters.factors), timeout_s=60) as sender:
+    with RefitSender(base, adapters=TensorSource(adapters.factors), timeout_s=PATIENCE_S) as sender:
         engines.init_transfer(sender.address)
         assert not engines.holds_base()
         seen = {}

@@ -13,10 +13,11 @@ from rl_policy.generation.vllm.requests import (
     mean_staleness,
     request_arguments,
     row_seeds,
+    unsampled_ids,
 )
 
 
-def requests(lengths=(3,), stop_strings=None, greedy=False, max_length=100, **config):
+def requests(lengths=(3,), stop_strings=None, greedy=False, max_length=100, unsampled=(), **config):
     sampling = parse_sampling_config(
         config, SimpleNamespace(pad_token_id=0, eos_token_id=1), batch_size=8
     )
@@ -26,6 +27,7 @@ def requests(lengths=(3,), stop_strings=None, greedy=False, max_length=100, **co
         seeds=range(len(lengths)),
         stop_strings=stop_strings or [None] * len(lengths),
         max_length=max_length,
+        unsampled=unsampled,
         greedy=greedy,
     )
 
@@ -150,3 +152,22 @@ def test_no_rows_make_an_empty_batch_of_the_same_types():
         "weight_version": torch.int64,
         "weight_versions": torch.int64,
     }
+
+
+def test_rows_end_at_every_end_token_of_the_model(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "eos_token_id": 3}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [4, 5]}')
+    (row,) = requests(model_name=str(tmp_path), stop_token_ids=[9])
+    assert row["stop_token_ids"] == [1, 3, 4, 5, 9]
+
+
+def test_ids_that_the_tokenizer_does_not_have_are_not_sampled(caplog):
+    tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 1})
+    ids = unsampled_ids(tokenizer, vocab_size=4, engine_kwargs={})
+    (row,) = requests(unsampled=ids)
+    assert row["logit_bias"] == {2: -100.0, 3: -100.0}
+    (row,) = requests(unsampled=unsampled_ids(tokenizer, vocab_size=2, engine_kwargs={}))
+    assert row["logit_bias"] is None
+    kwargs = {"speculative_config": {"method": "ngram"}}
+    assert not unsampled_ids(tokenizer, vocab_size=4, engine_kwargs=kwargs)
+    assert "2 of the model's 4 ids" in caplog.text

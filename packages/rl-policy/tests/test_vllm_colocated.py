@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import pytest
 import ray
 import torch
+from patience import PATIENCE_S
 from rl_batched_data import BatchedDataDict
 from rl_policy import Policy, RayVirtualCluster
 from rl_policy.generation.state import EngineStateError
@@ -28,7 +29,6 @@ from vllm_oracles import (
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.gpu,
-    pytest.mark.timeout(300),
     pytest.mark.needs("rl-policy[all]"),
 ]
 
@@ -64,7 +64,7 @@ class Colocated:
             "logprob_batch_size": 2,
             "max_total_sequence_length": 48,
             "optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.5}},
-            "timeout_s": 120,
+            "timeout_s": PATIENCE_S,
         }
         self.policy = Policy(self.cluster, section, self.tokenizer, init_reference_model=False)
         self.owned.callback(self.policy.shutdown)
@@ -74,7 +74,7 @@ class Colocated:
             kv_cache_memory_bytes=CACHE_BYTES,
         )
         self.engines = VllmGeneration(
-            self.cluster, {**config, "temperature": 1.0}, self.tokenizer, timeout_s=120.0
+            self.cluster, {**config, "temperature": 1.0}, self.tokenizer, timeout_s=PATIENCE_S
         )
         self.owned.callback(self.engines.shutdown)
         transport = "cuda_ipc" if HAS_GPU else "shm"
@@ -150,7 +150,7 @@ def break_once(worker):
 def test_after_a_failed_refit_the_same_version_can_be_sent_again(pair):
     version = pair.engines.weight_version + 1
     (host,) = pair.engines._group._hosts
-    ray.get(host.call.remote("_on_workers", True, break_once), timeout=60)
+    ray.get(host.call.remote("_on_workers", True, break_once), timeout=PATIENCE_S)
     with pytest.raises(RefitError, match="no room to process it"):
         pair.sample(version)
     with pytest.raises(EngineStateError, match="weights and kv_cache sleep"):
@@ -168,7 +168,7 @@ def test_a_policy_trains_on_after_a_failed_refit(pair):
     version = pair.engines.weight_version + 1
     samples = pair.sample(version)
     (host,) = pair.engines._group._hosts
-    ray.get(host.call.remote("_on_workers", True, break_once), timeout=60)
+    ray.get(host.call.remote("_on_workers", True, break_once), timeout=PATIENCE_S)
     with pytest.raises(RefitError, match="no room to process it"):
         pair.sample(version + 1)
     pair.train(samples)

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from patience import PATIENCE_S
 from rl_interfaces import resolve_policy_config
 from rl_policy.generation.vllm.config import (
     count_engines,
@@ -18,6 +19,8 @@ from rl_policy.generation.vllm.config import (
     parse_sampling_config,
 )
 from rl_policy.generation.vllm.engine.environment import prepare_environment, temporary_files_apart
+
+pytestmark = pytest.mark.promise
 
 
 def engine(vllm_cfg=None, **changes):
@@ -250,7 +253,9 @@ def test_temporary_files_of_an_engine_go_with_it(tmp_path, monkeypatch, is_set):
     ask = [sys.executable, "-c", "import tempfile; print(tempfile.mkstemp()[1])"]
     with temporary_files_apart() as directory:
         assert directory.parent == tmp_path
-        of_a_child = subprocess.run(ask, capture_output=True, text=True, check=True, timeout=60)
+        of_a_child = subprocess.run(
+            ask, capture_output=True, text=True, check=True, timeout=PATIENCE_S
+        )
         assert (
             Path(of_a_child.stdout.strip()).parent == Path(tempfile.mkdtemp()).parent == directory
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import PATIENCE_S
 from processes import descendants
 from rl_policy import RayVirtualCluster
 from rl_policy.generation.state import EngineStateError
@@ -58,7 +59,7 @@ def start_engines(model_path, tokenizer):
     def start(num_engines, **engine_kwargs):
         config = generation_config(model_path, weight_transfer=False, engine_kwargs=engine_kwargs)
         engines = VllmGeneration(
-            cluster, config, tokenizer, workers_per_node=num_engines, timeout_s=240.0
+            cluster, config, tokenizer, workers_per_node=num_engines, timeout_s=PATIENCE_S
         )
         started.append(engines)
         return engines

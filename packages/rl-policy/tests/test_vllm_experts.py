@@ -6,6 +6,7 @@ import pytest
 import rl_refit
 import torch
 from kept_clusters import kept_cluster
+from patience import PATIENCE_S
 from rl_dtensor_worker.weights import ModelWeights
 from rl_policy.generation.vllm import VllmGeneration
 from safetensors.torch import load_file
@@ -44,7 +45,7 @@ def engines(tmp_path_factory, tokenizer, shared_ray):
     path = tmp_path_factory.mktemp("experts")
     save_experts(path, tokenizer)
     cluster = kept_cluster([1])
-    engines = VllmGeneration(cluster, generation_config(path), tokenizer, timeout_s=240.0)
+    engines = VllmGeneration(cluster, generation_config(path), tokenizer, timeout_s=PATIENCE_S)
     engines.path = path
     yield engines
     engines.shutdown()
@@ -61,7 +62,7 @@ def test_experts_arrive_under_the_names_of_the_trainers_model(engines, tokenizer
             parameter.add_(torch.randn(parameter.shape) * 0.05)
     assert mismatch(engines, model, tokenizer) > WRONG
     source = ModelWeights(model, wire_dtype=torch.float32, device=torch.device("cpu"))
-    with rl_refit.RefitSender(source, bucket_bytes=bucket_bytes, timeout_s=60.0) as sender:
+    with rl_refit.RefitSender(source, bucket_bytes=bucket_bytes, timeout_s=PATIENCE_S) as sender:
         engines.init_transfer(sender.address)
         refit(engines, sender, version)
     assert mismatch(engines, model, tokenizer) < TOLERANCE
@@ -81,7 +82,7 @@ def test_an_expert_that_is_left_out_is_told(engines, left_out, told):
     del kept[left_out]
     version = engines.weight_version + 1
     source = rl_refit.TensorSource(kept.items())
-    with rl_refit.RefitSender(source, timeout_s=60.0) as sender:
+    with rl_refit.RefitSender(source, timeout_s=PATIENCE_S) as sender:
         engines.init_transfer(sender.address)
         fail_to_refit(engines, sender, version, told=told)
 
@@ -146,7 +147,7 @@ def test_each_family_is_refitted_under_the_names_of_its_checkpoint(tmp_path, tok
     with engines_of(old, tokenizer) as engines:
         before = greedy(engines, tokenizer)
         source = ModelWeights(model, wire_dtype=torch.float32, device=torch.device("cpu"))
-        with rl_refit.RefitSender(source, bucket_bytes=64 << 10, timeout_s=60.0) as sender:
+        with rl_refit.RefitSender(source, bucket_bytes=64 << 10, timeout_s=PATIENCE_S) as sender:
             engines.init_transfer(sender.address)
             refit(engines, sender, 1)
         received = greedy(engines, tokenizer)
@@ -163,7 +164,7 @@ def test_each_family_is_refitted_under_the_names_of_its_checkpoint(tmp_path, tok
 @contextmanager
 def engines_of(path, tokenizer):
     cluster = kept_cluster([1])
-    engines = VllmGeneration(cluster, generation_config(path), tokenizer, timeout_s=240.0)
+    engines = VllmGeneration(cluster, generation_config(path), tokenizer, timeout_s=PATIENCE_S)
     try:
         yield engines
     finally:

@@ -6,6 +6,7 @@ import pytest
 import rl_refit
 import torch
 from kept_clusters import kept_cluster
+from patience import PATIENCE_S
 from rl_policy import Policy
 from rl_policy.data.batches import completion_batch
 from rl_policy.generation.vllm import VllmGeneration
@@ -91,7 +92,7 @@ def engines_of(tokenizer, shared_ray):
     def start(path):
         cluster = kept_cluster([1])
         config = generation_config(path, precision="bfloat16")
-        engines = VllmGeneration(cluster, config, tokenizer, timeout_s=240.0)
+        engines = VllmGeneration(cluster, config, tokenizer, timeout_s=PATIENCE_S)
         started.append((engines, cluster))
         return engines
 
@@ -167,6 +168,6 @@ def test_weights_without_their_scales_are_told(engines, model_path, tokenizer):
         (lacking, r"model.layers.1.mlp.down_proj.weight_scale_inv \(all\)"),
         (in_full_precision(stored), r"weight_scale_inv \(all\)"),
     ):
-        with rl_refit.RefitSender(rl_refit.TensorSource(sent), timeout_s=60.0) as sender:
+        with rl_refit.RefitSender(rl_refit.TensorSource(sent), timeout_s=PATIENCE_S) as sender:
             engines.init_transfer(sender.address)
             fail_to_refit(engines, sender, engines.weight_version + 1, told=told)

@@ -8,6 +8,7 @@ import ray
 import rl_refit
 import torch
 from kept_clusters import kept_cluster
+from patience import PATIENCE_S
 from rl_interfaces.backend.runtime import ReservedPort
 from rl_policy.generation.state import EngineStateError
 from rl_policy.generation.vllm import VllmGeneration
@@ -51,7 +52,7 @@ def engines(model_path, tokenizer, shared_ray):
     cluster = kept_cluster([2])
     # Small blocks, so that a prompt fills some and the cache of prefixes has something to give.
     config = generation_config(model_path, engine_kwargs={"block_size": 32})
-    engines = VllmGeneration(cluster, config, tokenizer, timeout_s=120.0)
+    engines = VllmGeneration(cluster, config, tokenizer, timeout_s=PATIENCE_S)
     yield engines
     engines.shutdown()
     cluster.shutdown()
@@ -80,7 +81,7 @@ def make_sender(engines, source, transport="shm"):
         source,
         transport=transport,
         num_receivers=engines.num_receivers,
-        timeout_s=60.0,
+        timeout_s=PATIENCE_S,
         bucket_bytes=32 << 10,
     )
     engines.init_transfer(sender.address)
@@ -112,6 +113,7 @@ class Faulty:
 
 
 @pytest.mark.parametrize("transport", ["shm", "collective", "golden"])
+@pytest.mark.promise
 def test_after_a_refit_samples_are_those_of_the_new_weights(
     engines, model, tokenizer, next_version, transport
 ):
@@ -211,7 +213,7 @@ def placeholders(worker):
 
 def on_workers_of(engines, index, function, *args):
     call = engines._group._hosts[index].call.remote("_on_workers", True, function, *args)
-    return ray.get(call, timeout=60)
+    return ray.get(call, timeout=PATIENCE_S)
 
 
 def test_where_one_engine_fails_at_the_end_none_is_committed(
@@ -332,7 +334,7 @@ def test_weights_arrive_over_a_group_of_the_drivers(engines, model, tokenizer, n
         joining = engines.init_collective("127.0.0.1", port, world_size)
         group = open_things.enter_context(
             broadcast.BroadcastGroup(
-                "127.0.0.1", port, rank=0, world_size=world_size, timeout_s=60.0
+                "127.0.0.1", port, rank=0, world_size=world_size, timeout_s=PATIENCE_S
             )
         )
         ray.get(joining)

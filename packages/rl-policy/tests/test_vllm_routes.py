@@ -3,6 +3,7 @@
 import pytest
 import torch
 from kept_clusters import kept_cluster
+from patience import PATIENCE_S
 from rl_policy import Policy
 from rl_policy.data.batches import completion_batch
 from rl_policy.generation.vllm import VllmGeneration
@@ -11,7 +12,6 @@ from vllm_oracles import TEXTS, ascii_tokenizer, generation_config, prompts_of, 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.gpu,
-    pytest.mark.timeout(400),
     pytest.mark.needs("rl-policy[all]"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
@@ -37,7 +37,7 @@ def samples(model, shared_ray):
         return_routed_experts=True,
         kv_cache_memory_bytes=256 << 20,
     )
-    engines = VllmGeneration(cluster, config, tokenizer, timeout_s=240.0)
+    engines = VllmGeneration(cluster, config, tokenizer, timeout_s=PATIENCE_S)
     output = engines.generate(prompts_of(tokenizer, TEXTS * 8))
     engines.shutdown()
     cluster.shutdown()
@@ -64,7 +64,7 @@ def test_the_policy_takes_them_again_and_is_nearer_to_the_sampler(model, samples
         "logprob_batch_size": 4,
         "max_total_sequence_length": 48,
         "optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 0.5}},
-        "timeout_s": 240,
+        "timeout_s": PATIENCE_S,
     }
     policy = Policy(cluster, section, tokenizer, init_reference_model=False)
     batch = completion_batch(samples)

@@ -12,6 +12,7 @@ import ray
 import rl_refit
 import torch
 from kept_clusters import kept_cluster
+from patience import PATIENCE_S
 from rl_interfaces import NOT_SAMPLED
 from rl_policy.generation.state import EngineStateError
 from rl_policy.generation.vllm import VllmGeneration
@@ -54,7 +55,7 @@ def engines(tmp_path_factory, tokenizer, first_model, shared_ray):
     cluster = kept_cluster([2])
     config = generation_config(path, max_model_len=1024, engine_kwargs={"block_size": 32})
     config = config | {"max_new_tokens": NEW_TOKENS, "temperature": TEMPERATURE}
-    engines = VllmGeneration(cluster, config, tokenizer, timeout_s=240.0)
+    engines = VllmGeneration(cluster, config, tokenizer, timeout_s=PATIENCE_S)
     # The first staged refit takes its memory.
     with open_sender(engines, first_model) as sender:
         staged_refit(engines, sender, 0)
@@ -88,7 +89,7 @@ def open_sender(engines, model, sender_class=rl_refit.RefitSender):
     sender = sender_class(
         rl_refit.TensorSource(model.state_dict()),
         num_receivers=engines.num_receivers,
-        timeout_s=60.0,
+        timeout_s=PATIENCE_S,
         bucket_bytes=32 << 10,
     )
     engines.init_transfer(sender.address)
@@ -230,7 +231,7 @@ def fail_by_source(engines, model, version):
 def fail_by_corruption(engines, model, version):
     with (
         open_sender(engines, model, DrillSender) as sender,
-        sender.tampered(FlipsABit(), timeout_s=60.0),
+        sender.tampered(FlipsABit(), timeout_s=PATIENCE_S),
     ):
         engines.begin_update(version, staging="host")
         call = engines.update(version)
@@ -254,7 +255,7 @@ def send_and_die(pipe, tensors, num_receivers, version):
                 yield pair
 
     sender = rl_refit.RefitSender(
-        Dies(), num_receivers=num_receivers, timeout_s=60.0, bucket_bytes=32 << 10
+        Dies(), num_receivers=num_receivers, timeout_s=PATIENCE_S, bucket_bytes=32 << 10
     )
     pipe.send(dict(sender.address))
     pipe.recv()
@@ -269,14 +270,14 @@ def fail_by_death(engines, model, version):
     )
     process.start()
     theirs.close()
-    assert pipe.poll(60)
+    assert pipe.poll(PATIENCE_S)
     engines.init_transfer(pipe.recv())
     engines.begin_update(version, staging="host")
     call = engines.update(version)
     pipe.send("begin")
     with pytest.raises(rl_refit.RefitError, match="the sender is gone"):
         engines.wait_for_update(call)
-    process.join(30)
+    process.join(PATIENCE_S)
     assert process.exitcode == -signal.SIGKILL
 
 
@@ -319,7 +320,7 @@ def fill_room(worker):
 
 def on_first_engine(engines, function):
     call = engines._group._hosts[0].call.remote("_on_workers", True, function)
-    return ray.get(call, timeout=60)
+    return ray.get(call, timeout=PATIENCE_S)
 
 
 def test_an_engine_without_room_pauses_and_says_so(engines, tokenizer, models, new_model):

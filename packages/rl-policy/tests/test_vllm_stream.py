@@ -10,6 +10,7 @@ import ray
 import rl_refit
 import torch
 from kept_clusters import kept_cluster
+from patience import PATIENCE_S
 from rl_interfaces import NOT_SAMPLED, StreamFullError, TicketsLostError
 from rl_policy.generation.state import EngineStateError
 from rl_policy.generation.vllm import VllmGeneration
@@ -30,7 +31,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.needs("rl-policy[v
 # Engines cannot import this module, whose functions are sent to them.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-LIMIT_S = 240.0
 NEW_TOKENS = 600
 TEMPERATURE = 0.7
 LONG, SHORT = "a long one", "a short one~"
@@ -58,7 +58,7 @@ def start_engines(tmp_path_factory, tokenizer, models, shared_ray):
         started.append(cluster)
         config = generation_config(path, max_model_len=1024, engine_kwargs={"block_size": 32})
         config = config | {"max_new_tokens": NEW_TOKENS, "temperature": TEMPERATURE} | options
-        engines = VllmGeneration(cluster, config, tokenizer, timeout_s=LIMIT_S)
+        engines = VllmGeneration(cluster, config, tokenizer, timeout_s=PATIENCE_S)
         started.append(engines)
         return engines
 
@@ -76,7 +76,7 @@ def refit(engines, model, version, **options):
     with rl_refit.RefitSender(
         rl_refit.TensorSource(model.state_dict()),
         num_receivers=engines.num_receivers,
-        timeout_s=60.0,
+        timeout_s=PATIENCE_S,
     ) as sender:
         engines.init_transfer(sender.address)
         engines.begin_update(version, **options)
@@ -96,7 +96,7 @@ def short_prompts(tokenizer, count):
 def collect_all(engines, tickets):
     found = {}
     while len(found) < len(tickets):
-        finished = engines.collect(set(tickets) - set(found), timeout_s=LIMIT_S)
+        finished = engines.collect(set(tickets) - set(found), timeout_s=PATIENCE_S)
         assert finished
         found |= {each.ticket: each for each in finished}
     return found
@@ -105,13 +105,13 @@ def collect_all(engines, tickets):
 def test_a_submission_overtakes_another_that_samples(engines, tokenizer, models):
     slow = engines.submit(prompts_of(tokenizer, [LONG] * 2))
     quick = engines.submit(short_prompts(tokenizer, 3))
-    (first,) = engines.collect(timeout_s=LIMIT_S)
+    (first,) = engines.collect(timeout_s=PATIENCE_S)
     assert first.ticket == quick
     assert first.finish_reasons == ("stop",) * 3
     # A call of the batch kind shares the steps too, and does not end after the long one.
     engines.generate(short_prompts(tokenizer, 1), greedy=True)
     assert engines.collect([slow], timeout_s=0) == []
-    (last,) = engines.collect([slow], timeout_s=LIMIT_S)
+    (last,) = engines.collect([slow], timeout_s=PATIENCE_S)
     assert last.finish_reasons == ("length",) * 2
     assert last.output["generation_lengths"].tolist() == [NEW_TOKENS] * 2
     for finished in (first, last):
@@ -168,13 +168,13 @@ def test_an_update_in_place_waits_for_submissions_and_sleep_refuses(engines, tok
     with pytest.raises(EngineStateError, match="requests run: collect or cancel"):
         engines.finish_generation()
     refit(engines, models[2], 2)
-    (finished,) = engines.collect([ticket], timeout_s=LIMIT_S)
+    (finished,) = engines.collect([ticket], timeout_s=PATIENCE_S)
     versions = finished.output["weight_versions"]
     assert set(versions[versions != NOT_SAMPLED].tolist()) == {1}
     engines.begin_update(3)
     refused = engines.submit(prompts_of(tokenizer, [LONG]))
     with pytest.raises(TicketsLostError, match=r"failed .* on their way") as error:
-        engines.collect([refused], timeout_s=LIMIT_S)
+        engines.collect([refused], timeout_s=PATIENCE_S)
     assert error.value.tickets == [refused]
     assert engines.room == 16
     refit(engines, models[2], 3)
@@ -190,7 +190,7 @@ def test_a_cancelled_submission_frees_the_engine(engines, tokenizer):
     assert engines.room == 8
     assert engines._calls_since_version == kept
     engines.cancel(tickets[1:])
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + PATIENCE_S
     while any(engines.membership.on_all_beside("is_sampling")):
         assert time.monotonic() < deadline
     assert engines.collect(timeout_s=0) == []
@@ -205,7 +205,7 @@ def test_an_engine_that_dies_is_replaced_while_the_other_goes_on(start_engines, 
         rl_refit.TensorSource(models[1].state_dict()),
         num_receivers=2,
         min_receivers=1,
-        timeout_s=60.0,
+        timeout_s=PATIENCE_S,
     )
     engines.init_transfer(sender.address)
 
@@ -229,7 +229,7 @@ def test_an_engine_that_dies_is_replaced_while_the_other_goes_on(start_engines, 
     # Of the one that is left.
     assert engines.generate(short_prompts(tokenizer, 3))["weight_version"].tolist() == [1] * 3
 
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + PATIENCE_S
     while not engines.membership.has_joined:
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -257,5 +257,5 @@ def test_engines_that_have_all_died_are_named_with_what_they_sampled(engines, to
     tickets = [engines.submit(prompts_of(tokenizer, [LONG])) for _ in range(2)]
     os.kill(engines.facts[0].process_id, signal.SIGKILL)
     with pytest.raises(EngineLostError, match="rank 0 of vllm died") as error:
-        engines.collect(tickets[:1], timeout_s=LIMIT_S)
+        engines.collect(tickets[:1], timeout_s=PATIENCE_S)
     assert error.value.tickets == tickets

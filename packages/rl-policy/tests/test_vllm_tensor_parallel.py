@@ -8,6 +8,7 @@ import pytest
 import rl_refit
 import torch
 from msgspec.structs import replace
+from patience import PATIENCE_S
 from processes import descendants
 from rl_policy import RayVirtualCluster
 from rl_policy.generation.state import EngineStateError
@@ -39,8 +40,6 @@ pytestmark = [
 # Kernels of a GPU differ by more.
 AGREED = {False: TOLERANCE, True: 1e-3}
 
-LIMIT_S = 60.0
-
 
 @pytest.fixture
 def tokenizer():
@@ -70,7 +69,7 @@ def engines(tmp_path, tokenizer, use_gpus):
     cluster = RayVirtualCluster([2], use_gpus=use_gpus)
     cache = {"kv_cache_memory_bytes": 256 << 20} if use_gpus else {}
     config = generation_config(tmp_path, tensor_parallel_size=2, **cache)
-    engines = VllmGeneration(cluster, config, tokenizer, timeout_s=240.0)
+    engines = VllmGeneration(cluster, config, tokenizer, timeout_s=PATIENCE_S)
     yield engines
     engines.shutdown()
     cluster.shutdown()
@@ -87,7 +86,9 @@ def prompts(tokenizer):
 
 
 def make_sender(engines, source):
-    sender = rl_refit.RefitSender(source, num_receivers=2, timeout_s=LIMIT_S, bucket_bytes=64 << 10)
+    sender = rl_refit.RefitSender(
+        source, num_receivers=2, timeout_s=PATIENCE_S, bucket_bytes=64 << 10
+    )
     engines.init_transfer(sender.address)
     return sender
 

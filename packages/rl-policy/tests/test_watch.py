@@ -11,6 +11,7 @@ import time
 from contextlib import nullcontext
 
 import pytest
+from patience import PATIENCE_S
 from recipe_runs import MODULE
 from report_runs import measured, write_run
 from rich.console import Console
@@ -94,7 +95,7 @@ def test_a_run_is_followed_until_it_ends(follower):
     assert process.stdout.readline().startswith("run      step 2  reward 1.000")
     status = json.loads((path / "status.json").read_text()) | {"state": "finished"}
     (path / "status.json").write_text(json.dumps(status))
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, errors) == (0, "")
     assert output.strip() == f"the run {path} is finished"
 
@@ -104,7 +105,7 @@ def test_ctrl_c_ends_the_watch_alone(follower):
     _, process = follower
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, errors) == (130, "")
 
 

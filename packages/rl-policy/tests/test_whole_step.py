@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 pytestmark = pytest.mark.needs("rl-policy[dtensor]")
 
@@ -43,7 +44,9 @@ meter.end_step(1)
 def test_each_moment_is_in_the_innermost_phase(tmp_path):
     # A process of its own: what other tests left running would count as this one's.
     path = tmp_path / "phases.jsonl"
-    subprocess.run([sys.executable, "-c", PHASES, path], check=True, timeout=60, cwd=BENCHMARKS)
+    subprocess.run(
+        [sys.executable, "-c", PHASES, path], check=True, timeout=PATIENCE_S, cwd=BENCHMARKS
+    )
     start, step = map(json.loads, path.read_text().splitlines())
     assert start["used"] > 0
     phases = step["phases"]
@@ -68,7 +71,7 @@ def test_processor_time_is_that_of_children_too():
     child.stdout.readline()
     used = tree.seconds() - before
     assert child.pid in descendants(os.getpid())
-    child.communicate(b"\n", timeout=10)
+    child.communicate(b"\n", timeout=PATIENCE_S)
     assert 0.2 < used < 1
     assert tree.seconds() - before >= used, "what it has used is not forgotten when it ends"
 
@@ -165,7 +168,7 @@ plain_side.main(vars(work) | {"inputs": str(inputs)})
 
 def test_plain_transformers_takes_steps(tmp_path):
     subprocess.run(
-        [sys.executable, "-c", PLAIN_STEP, tmp_path], check=True, timeout=120, cwd=BENCHMARKS
+        [sys.executable, "-c", PLAIN_STEP, tmp_path], check=True, timeout=PATIENCE_S, cwd=BENCHMARKS
     )
     start, *steps = map(json.loads, (tmp_path / "phases.jsonl").read_text().splitlines())
     assert start["step"] == 0

@@ -5,6 +5,7 @@ import threading
 from contextlib import contextmanager
 from pathlib import Path
 
+from patience import PATIENCE_S
 from rl_policy.config import TinyModelSection
 from rl_policy.data.tiny_model import build_tiny_model, build_tokenizer, tiny_model_config
 from rl_policy.tinker import command
@@ -75,7 +76,7 @@ def running_server(model, state):
             yield f"http://127.0.0.1:{listening.getsockname()[1]}"
         finally:
             server.should_exit = True
-            thread.join(30)
+            thread.join(PATIENCE_S)
             service.close(5)
             store.close()
     assert not failures

@@ -3,14 +3,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 # A spawned process inherits sys.path, and imports the modules beside the tests from there.
 sys.path.insert(0, str(Path(__file__).parent))
-
-# No time is a fault where other work may share the processor.
-settings.register_profile("refit", deadline=None, max_examples=50)
-settings.load_profile("refit")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,13 +1,14 @@
 """A receiver on a GPU, in a process of its own."""
 
 import torch
+from patience import PATIENCE_S
 from refit_pairs import Engine
 from rl_refit import RefitError
 
 
 def receive(pipe, address, device):
     """Refit on order; answer with what was loaded, or with the error."""
-    engine = Engine(address, device=device, timeout_s=60)
+    engine = Engine(address, device=device, timeout_s=PATIENCE_S)
     while (version := pipe.recv()) is not None:
         try:
             engine.refit(version)

@@ -5,11 +5,11 @@ import pickle
 from functools import partial
 
 import torch
+from patience import PATIENCE_S
 from rl_refit import RefitReceiver
 from rl_refit.testing import RefitPair
 from rl_refit.testing.kills import process_context
 
-_LIMIT_S = 60.0
 _PRELOADED = ["torch", "rl_refit.testing", __name__]
 
 
@@ -20,7 +20,7 @@ class PairApart(RefitPair):
         return partial(RefitPair, verify=self.verify, device=self.device), (self.transport,)
 
     def open_receiver(
-        self, address, rank=0, *, timeout_s=20.0, expected=None, into=None, device=None
+        self, address, rank=0, *, timeout_s=PATIENCE_S, expected=None, into=None, device=None
     ):
         device = device or self.device
         options = {"timeout_s": timeout_s, "expected": expected, "device": device}
@@ -64,13 +64,13 @@ class ReceiverApart:
 
     def kill(self):
         self._process.kill()
-        self._process.join(_LIMIT_S)
+        self._process.join(PATIENCE_S)
         self._process = None
 
     def close(self):
         if self._process is not None:
             self._call("close")
-            self._process.join(_LIMIT_S)
+            self._process.join(PATIENCE_S)
             assert self._process.exitcode == 0
             self._process.close()
             self._pipe.close()
@@ -159,5 +159,5 @@ def _send(pipe, message):
 
 
 def _receive(pipe):
-    assert pipe.poll(_LIMIT_S), f"no message within {_LIMIT_S:g} s"
+    assert pipe.poll(PATIENCE_S), f"no message within {PATIENCE_S:g} s"
     return pickle.loads(pipe.recv_bytes())

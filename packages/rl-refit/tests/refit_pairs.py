@@ -1,11 +1,11 @@
 """A sender and its receivers in threads of one process."""
 
 import torch
+from patience import PATIENCE_S
 from rl_refit import RefitReceiver, RefitSender, TensorSource
 from rl_refit.testing.pair import RefitPair, must, outcomes, some_tensors
 
 __all__ = [
-    "LIMIT_S",
     "DeltaPair",
     "Engine",
     "make_sender",
@@ -15,8 +15,6 @@ __all__ = [
     "same",
     "some_tensors",
 ]
-
-LIMIT_S = 20.0
 
 
 class DeltaPair(RefitPair):
@@ -30,7 +28,7 @@ class Engine:
     """Holds what a receiver has loaded, as an inference engine would."""
 
     def __init__(self, address, rank=0, **options):
-        self.receiver = RefitReceiver(address, rank, **{"timeout_s": LIMIT_S, **options})
+        self.receiver = RefitReceiver(address, rank, **{"timeout_s": PATIENCE_S, **options})
         self.weights = {}
         self.order = []
         self.load_keeps = True
@@ -58,7 +56,7 @@ def same(left, right):
 
 
 def make_sender(tensors, transport="shm", num_receivers=1, **options):
-    options = {"bucket_bytes": 16 << 10, "timeout_s": LIMIT_S, **options}
+    options = {"bucket_bytes": 16 << 10, "timeout_s": PATIENCE_S, **options}
     return RefitSender(TensorSource(tensors), transport, num_receivers, **options)
 
 

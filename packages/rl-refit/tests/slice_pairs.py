@@ -5,7 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from refit_pairs import LIMIT_S, must
+from patience import PATIENCE_S
+from refit_pairs import must
 from rl_refit import RefitError, RefitReceiver
 from rl_refit.resharding import Box, ReshardSender, Shard, SliceReceiver, Want
 
@@ -19,7 +20,7 @@ class Trainer:
 
     def __init__(self, tensors, *, num_receivers, **options):
         self.tensors = tensors
-        options = {"timeout_s": LIMIT_S, **options}
+        options = {"timeout_s": PATIENCE_S, **options}
         self.sender = ReshardSender(self.shards, num_receivers=num_receivers, **options)
 
     def shards(self):
@@ -48,7 +49,7 @@ class Engine:
         check: Called before the refit is reported as loaded.
     """
 
-    def __init__(self, address, rank, boxes, *, timeout_s=LIMIT_S, round_bytes=None):
+    def __init__(self, address, rank, boxes, *, timeout_s=PATIENCE_S, round_bytes=None):
         self.receiver = RefitReceiver(address, rank, timeout_s=timeout_s)
         self.slices = SliceReceiver(rank, timeout_s=timeout_s, round_bytes=round_bytes)
         self.boxes, self.places = boxes, {}

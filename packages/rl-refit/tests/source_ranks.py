@@ -4,6 +4,7 @@ import threading
 
 import torch
 import torch.distributed as dist
+from patience import PATIENCE_S
 from rl_refit import ModuleSource, RefitReceiver, RefitSender
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,8 +14,6 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-
-LIMIT_S = 60.0
 
 
 class Block(nn.Module):
@@ -106,11 +105,11 @@ def run(rank, world, path, layouts, results):
 def refit(source):
     """Send to a receiver on rank 0 with all ranks; return what it got."""
     is_first, got = dist.get_rank() == 0, {}
-    with RefitSender(source, num_receivers=int(is_first), timeout_s=LIMIT_S) as sender:
+    with RefitSender(source, num_receivers=int(is_first), timeout_s=PATIENCE_S) as sender:
         if not is_first:
             sender.send(1)
             return got
-        with RefitReceiver(sender.address, timeout_s=LIMIT_S) as receiver:
+        with RefitReceiver(sender.address, timeout_s=PATIENCE_S) as receiver:
             receiver.begin(1)
 
             def load(tensors):

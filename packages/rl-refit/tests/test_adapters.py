@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from refit_pairs import LIMIT_S, Engine, must, outcomes
+from patience import PATIENCE_S
+from refit_pairs import Engine, must, outcomes
 from rl_refit import PoisonedError, RefitError, RefitSender, TensorSource
 from rl_refit.adapters import DOWN, UP
 from rl_refit.plan import ALIGNMENT, RefitPlan
@@ -37,7 +38,7 @@ class Pair:
             transport,
             num_receivers,
             adapters=TensorSource(self.adapters),
-            **{"bucket_bytes": 16 << 10, "timeout_s": LIMIT_S, **options},
+            **{"bucket_bytes": 16 << 10, "timeout_s": PATIENCE_S, **options},
         )
         self.engines = [Engine(self.sender.address, rank) for rank in range(num_receivers)]
 
@@ -76,6 +77,7 @@ class Pair:
 
 @pytest.mark.parametrize("num_buffers", [1, 2, 3])
 @pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.promise
 def test_the_base_is_sent_once(transport, num_buffers):
     with Pair(transport, 2, num_buffers=num_buffers) as pair:
         full = pair.good_refit(1, adapters_only=False)
@@ -99,7 +101,7 @@ def test_adapters_are_under_two_percent_of_the_weights():
         adapters |= {layer + DOWN: torch.zeros(4, 1024), layer + UP: torch.zeros(1024, 4)}
     reports = []
     with RefitSender(
-        TensorSource(base), adapters=TensorSource(adapters), timeout_s=LIMIT_S
+        TensorSource(base), adapters=TensorSource(adapters), timeout_s=PATIENCE_S
     ) as sender:
         engine = Engine(sender.address)
         for version, only in ((1, False), (2, True)):

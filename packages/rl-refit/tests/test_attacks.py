@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 from rl_refit import AuthenticationError, RefitError
 from rl_refit.private_directory import PrivateDirectory
 from rl_refit.protocol import endpoint as endpoint_module
@@ -33,7 +34,6 @@ from rl_refit.testing.pair import RefitPair, World, some_tensors
 
 TOKEN = bytes(range(32))
 REPLY_BYTES = NONCE_BYTES + 4 + 32
-ATTACKED_WITHIN_S = 120
 # A socket of the kernel's in a directory, and a TCP port.
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "collective"], ids=["unix", "tcp"])
 
@@ -123,7 +123,7 @@ def repeated(attack, endpoint):
             yield completed
         finally:
             ended.set()
-            running.result(10)
+            running.result(PATIENCE_S)
 
 
 @contextmanager
@@ -152,9 +152,9 @@ def crowd_around(address, count):
         resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
         sockets = []
         for _ in range(count):
-            sockets.append(dial(address, Deadline(60)))
+            sockets.append(dial(address, Deadline(PATIENCE_S)))
             os.write(write, b"+")
-        time.sleep(60)
+        time.sleep(3600)
 
     return run
 
@@ -162,12 +162,10 @@ def crowd_around(address, count):
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
 @TRANSPORTS
 def test_refits_go_on_under_attack(world, attack):
-    give_up = time.monotonic() + ATTACKED_WITHIN_S
     with repeated(attack, endpoint_of(world)) as completed:
         version = 0
         # As many as it takes: a sender answers nobody between refits, and each lasts milliseconds.
         while version < 2 or not completed.is_set():
-            assert time.monotonic() < give_up, "no attack has run to its end"
             version += 1
             world.good_refit(version)
     world.good_refit(version + 1)
@@ -192,26 +190,26 @@ def test_pending_connections_are_bounded_and_a_receiver_gets_through():
 
     def knock(write):
         resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
-        sockets = [dial(endpoint.address, Deadline(20)) for _ in range(1000)]
+        sockets = [dial(endpoint.address, Deadline(PATIENCE_S)) for _ in range(1000)]
         held = len(os.listdir(f"/proc/{server}/fd")) - before
         # The first was closed after its nonce, to make room.
-        sockets[0].settimeout(5)
+        sockets[0].settimeout(PATIENCE_S)
         while sockets[0].recv(100):
             pass
-        sockets.append(dial(endpoint.address, Deadline(20)))
-        connect(sockets[-1], token=TOKEN, rank=0, deadline=Deadline(20))
+        sockets.append(dial(endpoint.address, Deadline(PATIENCE_S)))
+        connect(sockets[-1], token=TOKEN, rank=0, deadline=Deadline(PATIENCE_S))
         os.write(write, struct.pack("!I", held))
-        time.sleep(60)
+        time.sleep(3600)
 
     try:
         with process(knock) as read:
-            served = endpoint.accept(1, deadline=Deadline(40))
+            served = endpoint.accept(1, deadline=Deadline(PATIENCE_S))
             assert list(served) == [0]
             (held,) = struct.unpack("!I", os.read(read, 4))
             served[0].close()
         # Beside them the pipe, and a connection that is being accepted.
         assert MAX_PENDING // 2 < held <= MAX_PENDING + 2
-        endpoint.admit(settle_s=20)
+        endpoint.admit(settle_s=PATIENCE_S)
         assert len(os.listdir("/proc/self/fd")) <= before
     finally:
         endpoint.close()
@@ -228,7 +226,7 @@ def test_a_recorded_handshake_is_of_no_use():
         def record():
             """Stand between a receiver and the endpoint, and keep what the receiver says."""
             client, _ = proxy.accept()
-            with client, socket.create_connection((host, int(port)), 5) as server:
+            with client, socket.create_connection((host, int(port)), PATIENCE_S) as server:
                 client.sendall(server.recv(len(MAGIC) + NONCE_BYTES))
                 recorded.extend(client.recv(REPLY_BYTES, socket.MSG_WAITALL))
                 server.sendall(recorded)
@@ -236,22 +234,22 @@ def test_a_recorded_handshake_is_of_no_use():
 
         def be_a_receiver():
             address = f"tcp:127.0.0.1:{proxy.getsockname()[1]}"
-            sock = dial(address, Deadline(5))
-            connect(sock, token=TOKEN, rank=0, deadline=Deadline(5)).close()
+            sock = dial(address, Deadline(PATIENCE_S))
+            connect(sock, token=TOKEN, rank=0, deadline=Deadline(PATIENCE_S)).close()
 
         threads = [threading.Thread(target=run, daemon=True) for run in (record, be_a_receiver)]
         for thread in threads:
             thread.start()
-        endpoint.accept(1, deadline=Deadline(5))[0].close()
+        endpoint.accept(1, deadline=Deadline(PATIENCE_S))[0].close()
         for thread in threads:
-            thread.join(5)
+            thread.join(PATIENCE_S)
         assert len(recorded) == REPLY_BYTES
 
-        replay = stack.enter_context(socket.create_connection((host, int(port)), 5))
+        replay = stack.enter_context(socket.create_connection((host, int(port)), PATIENCE_S))
         replay.sendall(recorded)
         with pytest.raises(RefitError, match=r"\[\] of 1 receivers"):
             endpoint.accept(1, deadline=Deadline(0.5))
-        replay.settimeout(1)
+        replay.settimeout(PATIENCE_S)
         answer = replay.recv(200, socket.MSG_WAITALL)
         # Nothing but a greeting: the nonce is another, and with it the proof that is due.
         assert len(answer) == len(MAGIC) + NONCE_BYTES
@@ -282,18 +280,18 @@ def test_a_receiver_gets_through_where_silent_connections_hold_all_descriptors()
     endpoint = Endpoint(host="127.0.0.1", token=TOKEN)
 
     def knock(write):
-        sockets = [dial(endpoint.address, Deadline(5)) for _ in range(60)]
+        sockets = [dial(endpoint.address, Deadline(PATIENCE_S)) for _ in range(60)]
         os.write(write, b"+")
-        sockets.append(dial(endpoint.address, Deadline(5)))
-        connect(sockets[-1], token=TOKEN, rank=0, deadline=Deadline(20))
+        sockets.append(dial(endpoint.address, Deadline(PATIENCE_S)))
+        connect(sockets[-1], token=TOKEN, rank=0, deadline=Deadline(PATIENCE_S))
         os.write(write, b"+")
-        time.sleep(60)
+        time.sleep(3600)
 
     try:
         with process(knock) as read:
             assert os.read(read, 1)
             with descriptors_left(8):
-                served = endpoint.accept(1, deadline=Deadline(20))
+                served = endpoint.accept(1, deadline=Deadline(PATIENCE_S))
             assert list(served) == [0]
             served[0].close()
             assert os.read(read, 1)
@@ -328,16 +326,18 @@ def test_a_reply_that_has_arrived_is_read_before_a_new_connection_takes_its_plac
     endpoint = Endpoint(host="127.0.0.1", token=TOKEN)
     try:
         # Behind the first, so that its place is wanted at once.
-        first = dial(endpoint.address, Deadline(1))
-        with dial(endpoint.address, Deadline(1)), ThreadPoolExecutor(1) as pool:
+        first = dial(endpoint.address, Deadline(PATIENCE_S))
+        with dial(endpoint.address, Deadline(PATIENCE_S)), ThreadPoolExecutor(1) as pool:
             assert endpoint.admit() == {}
-            shaking = pool.submit(connect, first, token=TOKEN, rank=0, deadline=Deadline(5))
+            shaking = pool.submit(
+                connect, first, token=TOKEN, rank=0, deadline=Deadline(PATIENCE_S)
+            )
             (served,) = endpoint._pending._pending
-            assert select.select([served], [], [], 5)[0]
+            assert select.select([served], [], [], PATIENCE_S)[0]
             admitted = endpoint.admit()
             assert list(admitted) == [0]
             admitted[0].close()
-            shaking.result(5).close()
+            shaking.result(PATIENCE_S).close()
     finally:
         endpoint.close()
 
@@ -345,15 +345,15 @@ def test_a_reply_that_has_arrived_is_read_before_a_new_connection_takes_its_plac
 def test_a_fork_that_closes_takes_nothing_from_its_parent():
     endpoint = Endpoint(host="127.0.0.1", token=TOKEN)
     try:
-        sock = dial(endpoint.address, Deadline(1))
+        sock = dial(endpoint.address, Deadline(PATIENCE_S))
         while not endpoint._pending._pending:
             assert endpoint.admit() == {}
         with process(lambda write: (endpoint.close(), os.write(write, b"+"))) as closed:
             assert os.read(closed, 1)
         with ThreadPoolExecutor(1) as pool:
-            shaking = pool.submit(connect, sock, token=TOKEN, rank=0, deadline=Deadline(5))
-            endpoint.accept(1, deadline=Deadline(5))[0].close()
-            shaking.result(5).close()
+            shaking = pool.submit(connect, sock, token=TOKEN, rank=0, deadline=Deadline(PATIENCE_S))
+            endpoint.accept(1, deadline=Deadline(PATIENCE_S))[0].close()
+            shaking.result(PATIENCE_S).close()
     finally:
         endpoint.close()
 
@@ -389,7 +389,7 @@ def test_another_user_is_kept_out_by_the_directory_and_by_its_credentials():
             reading = pool.submit(_as_another_user, path)
             with pytest.raises(RefitError, match="of 1 receivers"):
                 endpoint.accept(1, deadline=Deadline(1))
-            assert reading.result(10) == "nothing"
+            assert reading.result(PATIENCE_S) == "nothing"
     finally:
         endpoint.close()
 
@@ -403,7 +403,7 @@ def _as_another_user(path):
             os.setgid(65534)
             os.setuid(65534)
             with socket.socket(socket.AF_UNIX) as sock:
-                sock.settimeout(5)
+                sock.settimeout(PATIENCE_S)
                 sock.connect(str(path))
                 os.write(write, b"something" if sock.recv(100) else b"nothing")
         except OSError as error:

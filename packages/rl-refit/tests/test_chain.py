@@ -8,11 +8,11 @@ import time
 import msgspec
 import pytest
 import torch
+from patience import PATIENCE_S, wait_until
 from rl_refit.protocol.waiting import Deadline
 from rl_refit.testing.pair import RefitPair, World, some_tensors
 from rl_refit.transports import ReceiverContext, SenderContext, chain, frames, relay
 
-LIMIT_S = 20.0
 NBYTES = 3 << 20
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ class Chain:
         transport = chain.ChainTransport()
         self.sender = transport.open_sender(
             SenderContext(
-                **shape, ranks=tuple(range(num_receivers)), directory=None, timeout_s=LIMIT_S
+                **shape, ranks=tuple(range(num_receivers)), directory=None, timeout_s=PATIENCE_S
             )
         )
         self.receivers = []
@@ -37,10 +37,10 @@ class Chain:
                 grant=self.sender.grant(rank)[0],
                 descriptors=[],
                 rank=rank,
-                timeout_s=LIMIT_S,
+                timeout_s=PATIENCE_S,
             )
             self.receivers.append(transport.open_receiver(context))
-            self.receivers[rank].join(Deadline(LIMIT_S))
+            self.receivers[rank].join(Deadline(PATIENCE_S))
 
     def fill(self, bucket):
         generator = torch.Generator().manual_seed(bucket)
@@ -50,15 +50,15 @@ class Chain:
 
     def publish(self, bucket):
         data = self.fill(bucket)
-        self.sender.publish(bucket, NBYTES, Deadline(LIMIT_S))
+        self.sender.publish(bucket, NBYTES, Deadline(PATIENCE_S))
         return data
 
     def expect(self, bucket, ranks):
         for rank in ranks:
-            self.receivers[rank].expect(bucket, NBYTES, Deadline(LIMIT_S))
+            self.receivers[rank].expect(bucket, NBYTES, Deadline(PATIENCE_S))
 
     def fetch(self, bucket, rank):
-        return self.receivers[rank].fetch(bucket, NBYTES, Deadline(LIMIT_S))
+        return self.receivers[rank].fetch(bucket, NBYTES, Deadline(PATIENCE_S))
 
     def served(self):
         """Return what the sender and each receiver have sent, in buckets."""
@@ -86,19 +86,12 @@ def chain_of():
 
 def assert_served(members, expected):
     # A sender counts what it has sent, which may have arrived before.
-    wait_until(lambda: members.served() == expected)
+    wait_until(lambda: members.served() == expected, what="what was served")
 
 
 def ask(sock, request):
     frames.send_frame(sock, msgspec.msgpack.encode(request))
     frames.receive_exactly(sock, 1)
-
-
-def wait_until(condition):
-    end = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def test_the_sender_sends_each_byte_once_and_no_receiver_sends_it_twice(chain_of):
@@ -118,7 +111,7 @@ def test_a_refit_sends_the_model_once_however_many_receive_it(num_receivers):
             world.good_refit(version)
             side = world.sender._connections.side
             expected = version * sum(each.nbytes for each in world.sender.plan.buckets)
-            wait_until(lambda s=side, e=expected: s.bytes_served == e)
+            wait_until(lambda s=side, e=expected: s.bytes_served == e, what="served bytes")
 
 
 def test_what_has_arrived_is_passed_on_before_the_rest_is_there(chain_of):
@@ -204,7 +197,7 @@ def test_a_stranger_gets_nothing(chain_of):
         (b"0" * 32, relay.Pull(0, 0, 0, NBYTES)),
         (members.sender._key, relay.Pull(0, 0, 0, NBYTES + 1)),
     ]:
-        with socket.create_connection(members.sender._server.address, LIMIT_S) as sock:
+        with socket.create_connection(members.sender._server.address, PATIENCE_S) as sock:
             nonce = frames.receive_exactly(sock, 32)
             sock.sendall(hmac.digest(key, nonce, "sha256"))
             with pytest.raises(ConnectionError):
@@ -219,4 +212,4 @@ def test_frames_larger_than_the_sockets_buffers_arrive():
         thread = threading.Thread(target=frames.send_frame, args=(left, data))
         thread.start()
         assert frames.receive_exactly(right, frames.receive_length(right)) == data
-        thread.join(LIMIT_S)
+        thread.join(PATIENCE_S)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec import msgpack
+from patience import PATIENCE_S
 from rl_refit import AuthenticationError, RefitError, RefitPlan, RefitTimeoutError
 from rl_refit.private_directory import remove_abandoned
 from rl_refit.protocol import endpoint as endpoint_module
@@ -38,6 +39,8 @@ from rl_refit.protocol.endpoint import (
 )
 from rl_refit.protocol.waiting import Deadline
 
+pytestmark = pytest.mark.promise
+
 TOKEN = bytes(range(32))
 HOSTS = pytest.mark.parametrize("host", [None, "127.0.0.1"], ids=["unix", "tcp"])
 
@@ -49,7 +52,7 @@ def endpoint(request):
     opened.close()
 
 
-def meet(endpoint, tokens, count=1, limit_s=5.0):
+def meet(endpoint, tokens, count=1, limit_s=PATIENCE_S):
     """Let clients with these tokens knock, in order; return what they and the server got."""
     results = []
 
@@ -114,7 +117,7 @@ def test_who_has_no_token_reads_a_nonce_and_nothing_else(endpoint):
     intruder.sendall(b"\0" * (NONCE_BYTES + 4 + 32))
     with pytest.raises(RefitTimeoutError, match="of 1 receivers"):
         endpoint.accept(1, deadline=Deadline(0.3))
-    intruder.settimeout(1)
+    intruder.settimeout(PATIENCE_S)
     data = b""
     while chunk := intruder.recv(4096):
         data += chunk
@@ -132,7 +135,7 @@ def test_a_silent_guest_keeps_nobody_waiting(endpoint):
     client.close()
     served[0].close()
     for sock in silent:
-        sock.settimeout(1)
+        sock.settimeout(PATIENCE_S)
         sock.recv(100)
         assert sock.recv(100) == b""
         sock.close()
@@ -142,7 +145,9 @@ def test_a_handshake_that_has_begun_goes_on_at_the_next_call(endpoint):
     newcomer = dial(endpoint.address, Deadline(1))
     (first,), served = meet(endpoint, [TOKEN])
     with ThreadPoolExecutor() as threads:
-        reply = threads.submit(connect, newcomer, token=TOKEN, rank=7, deadline=Deadline(1))
+        reply = threads.submit(
+            connect, newcomer, token=TOKEN, rank=7, deadline=Deadline(PATIENCE_S)
+        )
         admitted = {}
         while not reply.done():
             admitted |= endpoint.admit()
@@ -156,9 +161,11 @@ def test_a_reply_that_has_arrived_is_in_time_although_nobody_is_missing(endpoint
     newcomer = dial(endpoint.address, Deadline(1))
     endpoint.admit()  # which sends it the nonce
     with ThreadPoolExecutor() as threads:
-        reply = threads.submit(connect, newcomer, token=TOKEN, rank=7, deadline=Deadline(5))
+        reply = threads.submit(
+            connect, newcomer, token=TOKEN, rank=7, deadline=Deadline(PATIENCE_S)
+        )
         time.sleep(1.1 * endpoint_module._REPLY_WITHIN_S)
-        channels = endpoint.accept(1, deadline=Deadline(1), present=served)
+        channels = endpoint.accept(1, deadline=Deadline(PATIENCE_S), present=served)
         assert sorted(channels) == [0, 7]
         for channel in (first, reply.result(), *channels.values()):
             channel.close()

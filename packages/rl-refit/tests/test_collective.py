@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from patience import PATIENCE_S
 from rl_refit.protocol.waiting import Deadline
 from rl_refit.transports import ReceiverContext, SenderContext, collective
 
-LIMIT_S = 30.0
 VARIABLE = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 CPU = torch.device("cpu")
 
@@ -44,7 +44,7 @@ def nccl(monkeypatch):
 def make_nccl_group():
     device = torch.device("cuda", 3)
     return collective.ProcessGroup(
-        None, 0, 2, "nccl", "127.0.0.1", device, Deadline(LIMIT_S), limit_s=7.0
+        None, 0, 2, "nccl", "127.0.0.1", device, Deadline(PATIENCE_S), limit_s=7.0
     )
 
 
@@ -64,7 +64,7 @@ def test_nccl_groups_that_are_made_at_once_do_not_mix_up_the_variable(nccl, monk
         monkeypatch.setenv(VARIABLE, kept)
     with ThreadPoolExecutor(2) as pool:
         for made in [pool.submit(make_nccl_group) for _ in range(2)]:
-            made.result(timeout=LIMIT_S)
+            made.result(timeout=PATIENCE_S)
     calls = [call for call in nccl if call[0] in ("begun", "made")]
     assert calls == [("begun", "2"), ("made", "2")] * 2
     assert os.environ.get(VARIABLE) == kept
@@ -74,11 +74,11 @@ def open_sides():
     shape = {"num_buffers": 2, "buffer_bytes": 64, "device": CPU, "host": "127.0.0.1"}
     transport = collective.CollectiveTransport()
     sender = transport.open_sender(
-        SenderContext(**shape, ranks=(0,), directory=None, timeout_s=LIMIT_S)
+        SenderContext(**shape, ranks=(0,), directory=None, timeout_s=PATIENCE_S)
     )
     receiver = transport.open_receiver(
         ReceiverContext(
-            **shape, grant=sender.grant(0)[0], descriptors=[], rank=0, timeout_s=LIMIT_S
+            **shape, grant=sender.grant(0)[0], descriptors=[], rank=0, timeout_s=PATIENCE_S
         )
     )
     return sender, receiver
@@ -93,8 +93,8 @@ def test_a_group_that_is_made_after_its_side_was_closed_is_closed(monkeypatch, i
         def __init__(self, *arguments, **options):
             super().__init__(*arguments, **options)
             self.rank = arguments[1]
-            made.wait(LIMIT_S)
-            assert released.wait(LIMIT_S)
+            made.wait(PATIENCE_S)
+            assert released.wait(PATIENCE_S)
 
         def close(self):
             super().close()
@@ -103,14 +103,14 @@ def test_a_group_that_is_made_after_its_side_was_closed_is_closed(monkeypatch, i
     monkeypatch.setattr(collective, "ProcessGroup", LateGroup)
     sides = open_sides()
     with ThreadPoolExecutor(2) as pool:
-        joins = [pool.submit(side.join, Deadline(LIMIT_S)) for side in sides]
-        made.wait(LIMIT_S)
+        joins = [pool.submit(side.join, Deadline(PATIENCE_S)) for side in sides]
+        made.wait(PATIENCE_S)
         sides[index].close()
         assert list(sides[index].buffers) == []
         assert closed == []
         released.set()
         for join in joins:
-            join.result(timeout=LIMIT_S)
+            join.result(timeout=PATIENCE_S)
     assert closed == [index]
     sides[1 - index].close()
     assert closed == [index, 1 - index]

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.needs("rl-refit[testing]")
 WITHOUT_DRILLS = ("round_trips", "versions", "staging", "deltas", "losses")
 
 
+@pytest.mark.promise
 class TestShm(TransportConformance):
     pair = RefitPair("shm")
     groups = WITHOUT_DRILLS

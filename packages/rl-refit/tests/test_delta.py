@@ -11,7 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refit_pairs import LIMIT_S, DeltaPair
+from patience import PATIENCE_S
+from refit_pairs import DeltaPair
 from rl_refit import RefitError, RefitSender, TensorSource, VerificationError
 from rl_refit import delta as delta_module
 from rl_refit.delta import (
@@ -232,6 +233,7 @@ def good_report(world, version):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("num_buffers", [1, 2])
+@pytest.mark.promise
 def test_only_changes_are_sent_to_receivers_that_have_the_rest(transport, num_buffers):
     tensors, generator = some_weights(), torch.Generator().manual_seed(1)
     with delta_world(transport, tensors, num_buffers=num_buffers) as world:
@@ -375,7 +377,7 @@ def test_a_patch_that_is_changed_on_its_way_fails_the_refit_and_the_next_is_full
         for case in range(12):
             change(tensors, 0.02, generator)
             fault = Spoiled(random.Random(case))
-            with world.pair.tamper(world.sender, fault, timeout_s=LIMIT_S):
+            with world.pair.tamper(world.sender, fault, timeout_s=PATIENCE_S):
                 require_errors(world.refit(version + 1), VerificationError, f"case {case}")
             assert good_report(world, version + 1).changed is None
             change(tensors, 0.02, generator)
@@ -452,7 +454,7 @@ def test_a_patch_announced_larger_than_a_buffer_is_refused(transport):
     tensors = some_weights()
     with delta_world(transport, tensors, 1) as world:
         good_report(world, 1)
-        with world.pair.tamper(world.sender, Announced(2**62), timeout_s=LIMIT_S):
+        with world.pair.tamper(world.sender, Announced(2**62), timeout_s=PATIENCE_S):
             _, received = world.refit(2)
         assert isinstance(received, VerificationError), received
         assert str(2**62) in str(received)
@@ -545,7 +547,7 @@ def test_hundreds_of_versions_in_a_chain_are_bit_exact(transport, num_versions):
                 world.engines[rank] = Engine(world.pair, world.sender.address, rank)
             elif event == 1:
                 fault = Spoiled(chance)
-                with world.pair.tamper(world.sender, fault, timeout_s=LIMIT_S):
+                with world.pair.tamper(world.sender, fault, timeout_s=PATIENCE_S):
                     require_errors(world.refit(version), RefitError, f"version {version}")
             elif event == 2:
                 must(world.refit(version))  # and not committed, but sent again
@@ -557,7 +559,6 @@ def test_hundreds_of_versions_in_a_chain_are_bit_exact(transport, num_versions):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(280)
 @pytest.mark.parametrize("rule", rule_names(["kills"]))
 def test_killed_processes_cost_no_more_than_a_full_refit(rule):
     check_rule(rule, DeltaPair("shm"), num_cases=25)

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from rl_refit import digest
 from rl_refit.digest import DIGESTS, RunningDigest, keyed_sum_digest, tensor_digest, xxh3_digest
 
+pytestmark = pytest.mark.promise
+
 both = pytest.mark.parametrize("compute", DIGESTS.values(), ids=DIGESTS)
 WORDS = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=2, max_size=200)
 

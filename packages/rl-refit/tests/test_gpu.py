@@ -7,6 +7,7 @@ import pytest
 import torch
 from gpu_receiver import receive
 from pair_apart import PairApart
+from patience import PATIENCE_S
 from refit_pairs import same, some_tensors
 from rl_refit import RefitError, TensorSource, VerificationError
 from rl_refit.digest import keyed_sum_digest
@@ -28,7 +29,11 @@ class Pair:
 
     def __init__(self, transport, tensors):
         self.sender = DrillSender(
-            TensorSource(tensors), transport, bucket_bytes=16 << 10, device=DEVICE, timeout_s=60
+            TensorSource(tensors),
+            transport,
+            bucket_bytes=16 << 10,
+            device=DEVICE,
+            timeout_s=PATIENCE_S,
         )
         context = mp.get_context("spawn")
         self.pipe, other = context.Pipe()
@@ -55,7 +60,7 @@ class Pair:
 
     def close(self):
         self.pipe.send(None)
-        self.process.join(60)
+        self.process.join(PATIENCE_S)
         self.sender.close()
 
 
@@ -85,7 +90,7 @@ class FlippedBit(Fault):
 
 def test_a_flipped_bit_in_gpu_memory_is_found():
     pair = Pair("cuda_ipc", gpu_tensors())
-    with pair.sender.tampered(FlippedBit(), timeout_s=60):
+    with pair.sender.tampered(FlippedBit(), timeout_s=PATIENCE_S):
         (sent,), received = pair.refit(1)
     assert isinstance(sent, VerificationError)
     assert isinstance(received, VerificationError)
@@ -97,9 +102,9 @@ def test_a_flipped_bit_in_gpu_memory_is_found():
 
 def test_the_memory_of_a_killed_receiver_is_used_again():
     used = []
-    with PAIR.open_sender(gpu_tensors(), timeout_s=60) as sender:
+    with PAIR.open_sender(gpu_tensors(), timeout_s=PATIENCE_S) as sender:
         for version in range(1, 4):
-            receiver = PAIR.open_receiver(sender.address, timeout_s=60)
+            receiver = PAIR.open_receiver(sender.address, timeout_s=PATIENCE_S)
             thread = threading.Thread(target=sender.send, args=(version,))
             receiver.begin(version)
             thread.start()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 from rl_refit.compat.handles import HandleOwner, group_keys, rebuild
 from rl_refit.transports import ReceiverContext, find_transport, shared_memory
 
@@ -35,7 +36,7 @@ def in_another_process(handles, *device):
         [sys.executable, "-c", READER, *device],
         input=pickle.dumps(handles),
         capture_output=True,
-        timeout=120,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr.decode()

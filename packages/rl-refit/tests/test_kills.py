@@ -11,7 +11,7 @@ from rl_refit.testing.leftovers import private_tempdir
 
 # `nox -s drills` asks for hundreds.
 DRILLS = int(os.environ.get("REFIT_DRILLS", "20"))
-pytestmark = [pytest.mark.timeout(60 + 10 * DRILLS), pytest.mark.needs("rl-refit[testing]")]
+pytestmark = [pytest.mark.timeout(900 + 10 * DRILLS), pytest.mark.needs("rl-refit[testing]")]
 
 
 class Kills(TransportConformance):

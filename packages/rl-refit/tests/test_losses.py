@@ -4,13 +4,14 @@ import signal
 
 import pytest
 from pair_apart import PairApart
+from patience import PATIENCE_S
 from refit_pairs import Engine as ThreadEngine
 from refit_pairs import make_sender, must, outcomes, refit, same, some_tensors
 from rl_refit import RefitError, RefitReport, RefitSender
 from rl_refit.ends.membership import Membership
 from rl_refit.testing.pair import Engine, World
 
-pytestmark = [pytest.mark.needs("rl-refit[testing]"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.needs("rl-refit[testing]")]
 
 VICTIM, OTHERS = 1, (0, 2)
 STAGES = ["between two refits", "in its first bucket", "in its last bucket", "before the commit"]
@@ -77,7 +78,8 @@ def test_others_commit_and_a_new_engine_catches_up_whenever_one_dies(transport, 
 
 
 @pytest.mark.parametrize(
-    ("transport", "limit_s"), [("shm", 1.0), ("golden", 1.0), ("chain", SILENCE_IN_CHAIN_S)]
+    ("transport", "limit_s"),
+    [("shm", SILENCE_S), ("golden", SILENCE_S), ("chain", SILENCE_IN_CHAIN_S)],
 )
 def test_a_stopped_process_learns_that_it_is_behind(transport, limit_s):
     with world_of(transport, some_tensors(), receiver_timeout_s=limit_s) as world:
@@ -166,7 +168,7 @@ def test_without_receivers_of_its_own_a_sender_takes_part_in_the_gathers():
                 read.append(name)
                 yield name, tensor
 
-    with RefitSender(Source(), "shm", 2, timeout_s=20.0) as sender:
+    with RefitSender(Source(), "shm", 2, timeout_s=PATIENCE_S) as sender:
         assert isinstance(sender.send(1, receivers=[]), RefitReport)
         sender.commit(1)
     assert read == list(some_tensors())

@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 from pair_apart import PairApart
+from patience import PATIENCE_S
 from refit_pairs import Engine, outcomes, same, some_tensors
 from rl_refit import PoisonedError, RefitError, TensorSource
 
@@ -55,8 +56,8 @@ def refit(sender, receiver, version):
 
 
 def test_tensors_arrive_bit_by_bit(tensors):
-    with PAIR.open_sender(tensors, timeout_s=60) as sender:
-        receiver = PAIR.open_receiver(sender.address, timeout_s=60, device=OTHER)
+    with PAIR.open_sender(tensors, timeout_s=PATIENCE_S) as sender:
+        receiver = PAIR.open_receiver(sender.address, timeout_s=PATIENCE_S, device=OTHER)
         for version in range(1, 4):
             for tensor in tensors.values():
                 tensor += 1
@@ -68,8 +69,8 @@ def test_tensors_arrive_bit_by_bit(tensors):
 def test_a_killed_receiver_fails_the_refit_and_its_successor_gets_it(tensors):
     receivers = []
     source = Dying(TensorSource(tensors), lambda: receivers[0].kill())
-    with PAIR.open_sender(source, timeout_s=60) as sender:
-        receivers.append(PAIR.open_receiver(sender.address, timeout_s=60, device=OTHER))
+    with PAIR.open_sender(source, timeout_s=PATIENCE_S) as sender:
+        receivers.append(PAIR.open_receiver(sender.address, timeout_s=PATIENCE_S, device=OTHER))
         receivers[0].begin(1)
         sent, received = outcomes(
             lambda: sender.send(1), lambda: receivers[0].receive(1, lambda tensors: None)
@@ -78,7 +79,7 @@ def test_a_killed_receiver_fails_the_refit_and_its_successor_gets_it(tensors):
         assert "the receiver is gone" in str(sent)
         assert isinstance(received, EOFError | OSError)
         sender._source = TensorSource(tensors)
-        successor = PAIR.open_receiver(sender.address, timeout_s=60, device=OTHER)
+        successor = PAIR.open_receiver(sender.address, timeout_s=PATIENCE_S, device=OTHER)
         received = refit(sender, successor, 1)
         assert same(received, {name: tensor.cpu() for name, tensor in tensors.items()})
         successor.close()
@@ -103,17 +104,17 @@ def test_a_killed_sender_does_not_take_its_receiver_along(tensors):
     dying = subprocess.Popen(
         [sys.executable, "-c", SENDER], env=environment, stdout=subprocess.PIPE, text=True
     )
-    engine = Engine(json.loads(dying.stdout.readline()), device=OTHER, timeout_s=60)
+    engine = Engine(json.loads(dying.stdout.readline()), device=OTHER, timeout_s=PATIENCE_S)
     with pytest.raises(RefitError):
         engine.refit(1)
-    assert dying.wait(timeout=60) == -signal.SIGKILL
+    assert dying.wait(timeout=PATIENCE_S) == -signal.SIGKILL
     dying.stdout.close()
     with pytest.raises(PoisonedError):
         engine.receiver.require_ready()
     engine.receiver.close()
     # This process has outlived its group, and takes part in another one.
-    with PAIR.open_sender(tensors, timeout_s=60) as sender:
-        successor = PAIR.open_receiver(sender.address, timeout_s=60, device=OTHER)
+    with PAIR.open_sender(tensors, timeout_s=PATIENCE_S) as sender:
+        successor = PAIR.open_receiver(sender.address, timeout_s=PATIENCE_S, device=OTHER)
         received = refit(sender, successor, 1)
         assert same(received, {name: tensor.cpu() for name, tensor in tensors.items()})
         successor.close()

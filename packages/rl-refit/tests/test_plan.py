@@ -10,6 +10,8 @@ from rl_refit import RefitPlan, TensorSpec
 from rl_refit.buffers import RUN_BYTES, group_runs
 from rl_refit.plan import ALIGNMENT, WirePlan, block_of, differences, layer_of
 
+pytestmark = pytest.mark.promise
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.uint8]
 SHAPES = st.lists(st.integers(0, 40), max_size=2).map(tuple)
 NAMES = st.sampled_from(["embed.weight", "head.weight", "norm"]) | st.builds(

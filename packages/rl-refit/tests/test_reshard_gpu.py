@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
+from patience import PATIENCE_S
 from rl_refit.errors import VerificationError
 from rl_refit.protocol.waiting import Deadline
 from rl_refit.receiver import RefitReceiver
 from rl_refit.resharding import Box, Exchange, ReshardSender, Shard, SliceReceiver, Want
 from rl_refit.transports.collective import ProcessGroup
 
-LIMIT_S = 60.0
 SHAPE = (64, 48)
 HALVES = [Box((0, 0), (32, 48)), Box((32, 0), (32, 48))]
 
@@ -22,8 +22,8 @@ on_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUD
 
 
 def group(store, rank, size, backend, device):
-    limit = Deadline(LIMIT_S)
-    return ProcessGroup(store, rank, size, backend, "127.0.0.1", device, limit, limit_s=LIMIT_S)
+    limit = Deadline(PATIENCE_S)
+    return ProcessGroup(store, rank, size, backend, "127.0.0.1", device, limit, limit_s=PATIENCE_S)
 
 
 def places(boxes, device):
@@ -72,7 +72,7 @@ class Together:
     def __init__(self, works):
         self._works = works
 
-    def wait(self, limit=datetime.timedelta(seconds=LIMIT_S)):
+    def wait(self, limit=datetime.timedelta(seconds=PATIENCE_S)):
         return all(work.wait(limit) for work in self._works)
 
 
@@ -86,7 +86,7 @@ def test_messages_of_a_round_start_together_where_the_backend_can():
         box = Box((24 * rank, 0), (min(24, 64 - 24 * rank), 48))
         wants = places([Box.full(SHAPE)], "cpu")
         one = Exchange(
-            {"w": Shard(SHAPE, box, box.view_of(full))}, wants, group=backend, timeout_s=LIMIT_S
+            {"w": Shard(SHAPE, box, box.view_of(full))}, wants, group=backend, timeout_s=PATIENCE_S
         )
         one.begin(1)
         one.transfer(1)
@@ -105,7 +105,7 @@ def test_nccl_with_one_rank_agrees_and_digests_on_the_gpu():
     full = torch.randn(SHAPE, device=device)
     wants = places(HALVES, device)
     held = {"w": Shard(SHAPE, Box.full(SHAPE), full)}
-    one = Exchange(held, wants, group=member.backend, timeout_s=LIMIT_S, device=device)
+    one = Exchange(held, wants, group=member.backend, timeout_s=PATIENCE_S, device=device)
     for version in (1, 2):
         full += 1
         one.begin(version)
@@ -124,7 +124,7 @@ def test_gpu_tensors_go_through_host_messages_over_gloo():
     def run(rank):
         member = group(store, rank, 2, "gloo", torch.device("cpu"))
         held = {"w": Shard(SHAPE, Box.full(SHAPE), full)} if rank == 0 else {}
-        one = Exchange(held, wants if rank else [], group=member.backend, timeout_s=LIMIT_S)
+        one = Exchange(held, wants if rank else [], group=member.backend, timeout_s=PATIENCE_S)
         one.begin(1)
         one.transfer(1)
         member.close()
@@ -137,8 +137,8 @@ def test_gpu_tensors_go_through_host_messages_over_gloo():
 def serve(pipe, address):
     """Be an engine on the second GPU; answer with whether the slices of each version are right."""
     torch.cuda.set_device(1)
-    receiver = RefitReceiver(address, timeout_s=LIMIT_S)
-    slices = SliceReceiver(0, device="cuda:1", timeout_s=LIMIT_S)
+    receiver = RefitReceiver(address, timeout_s=PATIENCE_S)
+    slices = SliceReceiver(0, device="cuda:1", timeout_s=PATIENCE_S)
     wants = places(HALVES, "cuda:1")
     while (version := pipe.recv()) is not None:
         receiver.begin(version)
@@ -156,7 +156,9 @@ def serve(pipe, address):
 def test_slices_go_over_nccl_from_one_gpu_to_another():
     full = torch.randn(SHAPE, device="cuda:0")
     held = {"w": Shard(SHAPE, Box.full(SHAPE), full)}
-    with ReshardSender(lambda: held, num_receivers=1, device="cuda:0", timeout_s=LIMIT_S) as sender:
+    with ReshardSender(
+        lambda: held, num_receivers=1, device="cuda:0", timeout_s=PATIENCE_S
+    ) as sender:
         context = multiprocessing.get_context("spawn")
         pipe, theirs = context.Pipe()
         engine = context.Process(target=serve, args=(theirs, sender.address), daemon=True)
@@ -186,5 +188,5 @@ def test_slices_go_over_nccl_from_one_gpu_to_another():
         sender.send(3)
         pipe.recv()
         pipe.send(None)
-        engine.join(LIMIT_S)
+        engine.join(PATIENCE_S)
         assert engine.exitcode == 0

@@ -86,10 +86,8 @@ def test_others_commit_without_an_engine_that_is_lost_and_it_comes_back(world_of
     assert world.good_refit(1) == [False] * 3
     assert world.good_refit(2) == [True] * 3
     lose(world.engines[VICTIM], how)
-    start = time.monotonic()
     # What has arrived is half of two versions, so that all of it is sent.
     assert world.good_refit(3, lost=[VICTIM]) == [False] * 2
-    assert time.monotonic() - start < 4 * SILENCE_S
     world.engines[VICTIM].close()
     world.engines[VICTIM] = world.make_engine(VICTIM)
     assert world.good_refit(4, settle_s=SETTLE_S) == [True, False, True]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 from refit_pairs import Engine, make_sender, must, outcomes, refit, same, some_tensors
 from rl_refit import (
     PlanMismatchError,
@@ -14,6 +15,8 @@ from rl_refit import (
     RefitSender,
     TensorSource,
 )
+
+pytestmark = pytest.mark.promise
 
 TRANSPORTS = ["shm", "golden", "collective", "chain"]
 every_transport = pytest.mark.parametrize("transport", TRANSPORTS)
@@ -60,14 +63,14 @@ def test_no_load_is_needed_where_every_tensor_has_a_place():
     tensors = some_tensors()
     parameters = {name: torch.nn.Parameter(t.clone(), False) for name, t in tensors.items()}
     with make_sender(tensors, bucket_bytes=1024) as sender:
-        receiver = RefitReceiver(sender.address, into=parameters, timeout_s=20)
+        receiver = RefitReceiver(sender.address, into=parameters, timeout_s=PATIENCE_S)
         receiver.begin(1)
         must(outcomes(lambda: sender.send(1), lambda: receiver.receive(1)))
         assert same(parameters, tensors)
         assert receiver._session.unpacker.scratch_bytes == 0
         receiver.close()
         del parameters["head.weight"]
-        receiver = RefitReceiver(sender.address, into=parameters, timeout_s=20)
+        receiver = RefitReceiver(sender.address, into=parameters, timeout_s=PATIENCE_S)
         receiver.begin(1)
         sent, received = outcomes(lambda: sender.send(1), lambda: receiver.receive(1))
         assert all("no `load`, and head.weight" in str(error) for error in (sent, received))
@@ -235,7 +238,7 @@ def test_a_source_of_vllms_kind_is_accepted():
         def __iter__(self):
             return iter(tensors.items())
 
-    with RefitSender(Source(), timeout_s=20) as sender:
+    with RefitSender(Source(), timeout_s=PATIENCE_S) as sender:
         engine = Engine(sender.address)
         must(refit(sender, [engine], 1))
         assert same(engine.weights, tensors)

@@ -5,7 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from refit_pairs import LIMIT_S, make_sender, some_tensors
+from patience import PATIENCE_S
+from refit_pairs import make_sender, some_tensors
 from rl_refit import RefitError, RefitReceiver, RefitSender, TensorSource
 from rl_refit.ends import session as session_module
 from rl_refit.host_memory import available_bytes
@@ -23,26 +24,26 @@ def test_a_receiver_is_closed_while_another_thread_receives(sender_begins):
 
         def __iter__(self):
             reached.set()
-            go_on.wait(LIMIT_S)
+            go_on.wait(PATIENCE_S)
             yield from tensors.items()
 
-    with RefitSender(Slow(), timeout_s=LIMIT_S) as sender, ThreadPoolExecutor(2) as pool:
-        receiver = RefitReceiver(sender.address, timeout_s=LIMIT_S)
+    with RefitSender(Slow(), timeout_s=PATIENCE_S) as sender, ThreadPoolExecutor(2) as pool:
+        receiver = RefitReceiver(sender.address, timeout_s=PATIENCE_S)
         receiver.begin(1, swap=lambda: None)
         receiving = pool.submit(receiver.receive, 1, lambda pairs: None)
         if sender_begins:
             sending = pool.submit(sender.send, 1)
-            assert reached.wait(LIMIT_S)
+            assert reached.wait(PATIENCE_S)
         else:
             while receiver._connector._connecting is None:
                 assert not receiving.done()
         receiver.close()
         with pytest.raises(RefitError, match="the receiver was closed"):
-            receiving.result(LIMIT_S / 4)
+            receiving.result(PATIENCE_S)
         go_on.set()
         if sender_begins:
             with pytest.raises(RefitError, match="receiver is gone"):
-                sending.result(LIMIT_S)
+                sending.result(PATIENCE_S)
 
 
 def test_a_receiver_is_closed_while_another_thread_opens_its_connection(monkeypatch):
@@ -50,7 +51,7 @@ def test_a_receiver_is_closed_while_another_thread_opens_its_connection(monkeypa
 
     def slow_dial(endpoint, deadline):
         opening.set()
-        assert hung_up.wait(LIMIT_S)
+        assert hung_up.wait(PATIENCE_S)
         return dial(endpoint, deadline)
 
     def hang_up(connector):
@@ -61,18 +62,18 @@ def test_a_receiver_is_closed_while_another_thread_opens_its_connection(monkeypa
     monkeypatch.setattr(session_module, "dial", slow_dial)
     monkeypatch.setattr(session_module.Connector, "hang_up", hang_up)
     with make_sender(some_tensors()) as sender, ThreadPoolExecutor(1) as pool:
-        receiver = RefitReceiver(sender.address, timeout_s=LIMIT_S)
+        receiver = RefitReceiver(sender.address, timeout_s=PATIENCE_S)
         receiver.begin(1, swap=lambda: None)
         receiving = pool.submit(receiver.receive, 1, lambda pairs: None)
-        assert opening.wait(LIMIT_S)
+        assert opening.wait(PATIENCE_S)
         receiver.close()
         with pytest.raises(RefitError, match="the receiver was closed"):
-            receiving.result(LIMIT_S / 4)
+            receiving.result(PATIENCE_S)
 
 
 def test_no_version_begins_while_another_thread_receives():
     with make_sender(some_tensors()) as sender, ThreadPoolExecutor(1) as pool:
-        receiver = RefitReceiver(sender.address, timeout_s=LIMIT_S)
+        receiver = RefitReceiver(sender.address, timeout_s=PATIENCE_S)
         receiver.begin(1, swap=lambda: None)
         receiving = pool.submit(receiver.receive, 1, lambda pairs: None)
         while not receiver._reading.locked():
@@ -81,7 +82,7 @@ def test_no_version_begins_while_another_thread_receives():
             with pytest.raises(RefitError, match="another thread still receives version 1: close"):
                 call()
         sender.send(1)
-        assert receiving.result(LIMIT_S).version == 1
+        assert receiving.result(PATIENCE_S).version == 1
         receiver.commit(1)
         receiver.begin(2)
         receiver.close()

@@ -5,6 +5,7 @@ import sys
 from unittest import SkipTest
 
 import pytest
+from patience import PATIENCE_S
 from rl_refit import RefitSender, TensorSource
 from rl_refit.testing import (
     RULES,
@@ -77,8 +78,8 @@ def test_rules_that_python_leaves_out_are_not_said_to_hold():
 def test_a_trainers_test_gets_its_other_end_in_a_thread():
     tensors = some_tensors()
     with (
-        RefitSender(TensorSource(tensors), bucket_bytes=1024, timeout_s=20) as sender,
-        receiver_in_thread(sender.address, send=sender.send, timeout_s=20) as refit,
+        RefitSender(TensorSource(tensors), bucket_bytes=1024, timeout_s=PATIENCE_S) as sender,
+        receiver_in_thread(sender.address, send=sender.send, timeout_s=PATIENCE_S) as refit,
     ):
         for version in (1, 2):
             for tensor in tensors.values():

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from refit_pairs import LIMIT_S, Engine, make_sender, must, outcomes, refit, same, some_tensors
+from patience import PATIENCE_S
+from refit_pairs import Engine, make_sender, must, outcomes, refit, same, some_tensors
 from rl_refit import (
     PlanMismatchError,
     PoisonedError,
@@ -23,6 +24,8 @@ from rl_refit.protocol.endpoint import MAGIC, NONCE_BYTES, dial
 from rl_refit.protocol.waiting import Deadline
 from rl_refit.transports import collective
 from rl_refit.transports.shared_memory import ShmTransport
+
+pytestmark = pytest.mark.promise
 
 
 @pytest.fixture
@@ -233,7 +236,7 @@ def test_an_offer_that_the_engine_does_not_expect_is_refused(tensors):
 
 
 def test_a_receiver_that_does_not_come_is_waited_for_as_long_as_said(tensors):
-    with make_sender(tensors, num_receivers=2, timeout_s=0.4) as sender:
+    with make_sender(tensors, num_receivers=2, timeout_s=1.0) as sender:
         engine = Engine(sender.address)
         sent, received = refit(sender, [engine], 1)
         assert isinstance(sent, RefitTimeoutError)
@@ -347,11 +350,11 @@ def test_who_knocks_without_the_token_disturbs_no_refit(tensors, transport, monk
         waits = counted(monkeypatch, Receivers, "wait_ready")
 
         def knock_and_receive():
-            assert answers.acquire(timeout=LIMIT_S)
-            stranger = dial(sender.address["endpoint"], Deadline(LIMIT_S))
+            assert answers.acquire(timeout=PATIENCE_S)
+            stranger = dial(sender.address["endpoint"], Deadline(PATIENCE_S))
             assert stranger.recv(len(MAGIC) + NONCE_BYTES, socket.MSG_WAITALL)
             stranger.close()
-            assert all(waits.acquire(timeout=LIMIT_S) for _ in ("before", "after"))
+            assert all(waits.acquire(timeout=PATIENCE_S) for _ in ("before", "after"))
             return engines[1].refit(2)
 
         must(outcomes(lambda: sender.send(2), lambda: engines[0].refit(2), knock_and_receive))
@@ -362,11 +365,11 @@ def test_who_knocks_without_the_token_disturbs_no_refit(tensors, transport, monk
 
 def test_a_load_that_takes_too_long_is_named(tensors):
     release = threading.Event()
-    with make_sender(tensors, timeout_s=0.5) as sender:
+    with make_sender(tensors, timeout_s=2.0) as sender:
         engine = Engine(sender.address)
 
         def load(pairs):
-            release.wait(5)
+            release.wait(PATIENCE_S)
 
         engine.load = load
         receiving = threading.Thread(target=outcomes, args=(lambda: engine.refit(1),))
@@ -380,7 +383,7 @@ def test_a_load_that_takes_too_long_is_named(tensors):
 
 
 def test_a_receiver_that_fails_while_the_group_is_made_is_not_waited_for(tensors, monkeypatch):
-    limits = {"timeout_s": 120.0}
+    limits = {"timeout_s": PATIENCE_S}
     original = collective._CollectiveReceiver.join
 
     def join(side, deadline):

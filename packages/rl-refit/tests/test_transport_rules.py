@@ -2,6 +2,7 @@
 
 import broken_pairs as broken
 import pytest
+from patience import PATIENCE_S
 from rl_refit import digest
 from rl_refit.ends import outbound
 from rl_refit.testing import check_rule, kills, leftovers, rule_names
@@ -132,7 +133,8 @@ def test_a_pair_breaks_what_it_is_made_to_break(group, make, rules):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("group", "make", "rules"), PAIRS)
-def test_a_pair_keeps_the_other_rules_of_its_group(group, make, rules):
+def test_a_pair_keeps_the_other_rules_of_its_group(group, make, rules, monkeypatch):
+    monkeypatch.setattr(leftovers, "GONE_WITHIN_S", PATIENCE_S)
     others = [name for name in rule_names([group]) if name not in rules | LONG]
     assert broken_rules(others, make()) == set()
 
@@ -148,14 +150,12 @@ def test_a_digest_without_positions_does_not_find_swapped_rows(monkeypatch):
     assert found == {"swapped_rows_are_detected"}
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("rule", rule_names(["kills"]))
 def test_what_a_killed_process_leaves_is_found(rule):
     with pytest.raises(AssertionError, match="left files"):
         check_rule(rule, broken.LeavesFiles(), num_cases=1)
 
 
-@pytest.mark.timeout(120)
 def test_a_killed_sender_that_takes_the_served_version_with_it_is_found():
     with pytest.raises(AssertionError, match="ready ended with PoisonedError"):
         check_rule(
@@ -165,7 +165,6 @@ def test_a_killed_sender_that_takes_the_served_version_with_it_is_found():
         )
 
 
-@pytest.mark.timeout(120)
 def test_a_sender_that_waits_for_a_killed_receiver_is_found():
     with pytest.raises(AssertionError, match="the sender ended with RefitError"):
         check_rule("others_commit_without_a_killed_receiver", broken.WaitsForAll(), num_cases=10)
@@ -175,21 +174,28 @@ def test_a_sender_that_waits_for_a_killed_receiver_is_found():
 FAILING = [rule for rule in rule_names(["kills"]) if "commit_without" not in rule]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("rule", FAILING)
 @pytest.mark.parametrize(
-    ("pair", "patience_s", "message"),
+    ("pair", "message"),
     [
-        (broken.CommitsWhatFailed, 20.0, "is committed without a commit"),
-        (broken.HangsWhereOthersFail, 5.0, "it hangs: no answer within 5 s"),
-        (broken.DiesWhereOthersFail, 20.0, "a survivor ended with None"),
+        (broken.CommitsWhatFailed, "is committed without a commit"),
+        (broken.HangsWhereOthersFail, "it hangs: no answer within 5 s"),
+        (broken.DiesWhereOthersFail, "a survivor ended with None"),
     ],
     ids=["commits", "hangs", "dies"],
 )
-def test_a_survivor_of_a_kill_neither_commits_nor_hangs_nor_dies(
-    monkeypatch, rule, pair, patience_s, message
-):
-    monkeypatch.setattr(kills, "PATIENCE_S", patience_s)
+def test_a_survivor_of_a_kill_neither_commits_nor_hangs_nor_dies(monkeypatch, rule, pair, message):
+    survived = kills.Cluster._survived
+
+    def survived_soon(*arguments):
+        if pair is not broken.HangsWhereOthersFail:
+            return survived(*arguments)
+        # After the kill alone, as processes take long to start on a busy machine.
+        with monkeypatch.context() as patch:
+            patch.setattr(kills, "PATIENCE_S", 5.0)
+            return survived(*arguments)
+
+    monkeypatch.setattr(kills.Cluster, "_survived", survived_soon)
     with pytest.raises(AssertionError, match=message):
         # One of so many kills comes in time.
         check_rule(rule, pair(), num_cases=10)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 
 # What the tests of rl-policy start processes with.
 sys.path.append(str(Path(__file__).parents[2] / "rl-policy" / "tests"))
@@ -55,7 +56,7 @@ def run_script(name, *arguments):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=540,  # beside other engines; pytest allows 600
+        timeout=PATIENCE_S,  # beside other engines; pytest allows 600
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import source_ranks
 import torch
+from patience import PATIENCE_S
 from rl_refit import ModuleSource, TensorSource
 
 pytestmark = [pytest.mark.vllm, pytest.mark.needs("rl-refit[vllm]")]
@@ -57,7 +58,7 @@ def test_vllms_ipc_backend_transfers_our_source(tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]

@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from patience import PATIENCE_S
 from rl_refit.errors import RefitError, RefitTimeoutError
 from rl_refit.protocol.waiting import Deadline, join_transport, run_bounded
 
@@ -48,7 +49,7 @@ def test_a_result_that_comes_too_late_is_discarded():
         run_bounded(join, Deadline(0.1), "group", discard=discard)
     assert results == []
     released.set()
-    assert discarded.wait(10)
+    assert discarded.wait(PATIENCE_S)
     assert results == ["late"]
 
 
@@ -66,5 +67,5 @@ def test_a_result_that_came_when_the_watch_raised_is_discarded():
         raise RefitError("killed")
 
     with pytest.raises(RefitError, match="killed"):
-        run_bounded(join, Deadline(10), "group", discard=results.append, watch=watch)
+        run_bounded(join, Deadline(PATIENCE_S), "group", discard=results.append, watch=watch)
     assert results == ["unwanted"]

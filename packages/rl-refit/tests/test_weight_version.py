@@ -4,6 +4,8 @@ import pytest
 from rl_refit import PoisonedError, RefitError, RefitInProgress, StaleVersionError
 from rl_refit.protocol import State, WeightVersion
 
+pytestmark = pytest.mark.promise
+
 # How each state is reached, with version 3 committed before where that is possible.
 PATHS = {
     State.EMPTY: [],

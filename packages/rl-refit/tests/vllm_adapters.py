@@ -13,6 +13,7 @@ import pytest
 import torch
 import vllm
 import vllm_refits
+from patience import PATIENCE_S
 from rl_refit import PoisonedError, RefitError, RefitSender, TensorSource
 from rl_refit.adapters import DOWN, UP
 from rl_refit.vllm import (
@@ -27,6 +28,7 @@ from rl_refit.vllm import (
     start_adapters,
 )
 from rl_refit.vllm import refit as receive_on_workers
+from tolerances import ENGINE
 from vllm.lora.request import LoRARequest
 from vllm_refits import (
     OTHER,
@@ -38,8 +40,7 @@ from vllm_refits import (
     wait_until_staged,
 )
 
-# float32 on two implementations, one of which adds the product of two factors to its sums.
-SAME = 1e-4
+SAME = ENGINE
 RANK, SCALE = 8, 5 / 3
 REQUEST = LoRARequest("policy", ADAPTER_ID, "refit")
 
@@ -201,7 +202,7 @@ def check_refusals(llm, model, transport, ranks):
             transport,
             ranks,
             adapters=adapters.source(),
-            timeout_s=60,
+            timeout_s=PATIENCE_S,
         ) as sender:
             llm.init_weight_transfer_engine(init_info(sender.address))
             failed = []
@@ -239,7 +240,12 @@ def main():
     adapters = Adapters(model, ends)
     base = TensorSource(model.named_parameters())
     with RefitSender(
-        base, transport, ranks, adapters=adapters.source(), bucket_bytes=200_000, timeout_s=60
+        base,
+        transport,
+        ranks,
+        adapters=adapters.source(),
+        bucket_bytes=200_000,
+        timeout_s=PATIENCE_S,
     ) as sender:
         llm.init_weight_transfer_engine(init_info(sender.address))
         assert not any(on_workers(llm, holds_base))

@@ -15,18 +15,19 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from patience import PATIENCE_S
 from rl_refit import RefitError, RefitSender, TensorSource
 from rl_refit.errors import PoisonedError, VerificationError
 from rl_refit.resharding import ReshardSender, local_shards
 from rl_refit.vllm import flip, init_info, is_staged, on_workers, require_ready, stage
 from rl_refit.vllm import refit as receive_on_workers
+from tolerances import ENGINE
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
-SAME = 1e-5  # float32 on two implementations; 1e-6 is what is seen
+SAME = ENGINE
 OTHER = 1e-2
 NUM_TRAINERS = 2
-LIMIT_S = 60.0
 SIZES = {
     "vocab_size": 130,  # vLLM pads it to 192
     "hidden_size": 128,
@@ -118,7 +119,7 @@ def train(rank, directory, num_receivers, pipe, options):
         shards,
         num_receivers=num_receivers,
         trainers=dist.group.WORLD,
-        timeout_s=LIMIT_S,
+        timeout_s=PATIENCE_S,
         **options,
     ) as sender:
         pipe.send(sender.address if rank == 0 else None)
@@ -154,13 +155,13 @@ class Trainers:
         """Let all make a call; return a function that waits for their errors."""
         for pipe in self._pipes:
             pipe.send(call)
-        return lambda: [pipe.recv() if pipe.poll(LIMIT_S) else "silence" for pipe in self._pipes]
+        return lambda: [pipe.recv() if pipe.poll(PATIENCE_S) else "silence" for pipe in self._pipes]
 
     def stop(self):
         for pipe in self._pipes:
             pipe.send(None)
         for process in self._processes:
-            process.join(LIMIT_S)
+            process.join(PATIENCE_S)
             assert process.exitcode == 0
 
 
@@ -260,7 +261,7 @@ def check_tensors(llm, model, *, ranks):
     """A sender of tensors finds vLLM's own loaders as they were."""
     source = TensorSource(model.named_parameters())
     change(model, 99)
-    with RefitSender(source, "shm", ranks, timeout_s=LIMIT_S) as sender:
+    with RefitSender(source, "shm", ranks, timeout_s=PATIENCE_S) as sender:
         llm.init_weight_transfer_engine(init_info(sender.address))
         thread = threading.Thread(target=sender.send, args=(1,))
         thread.start()

@@ -46,7 +46,6 @@ class PlainEngine:
         )
         vocab_size = self.model.config["vocab_size"]
         self.info = EngineInfo(device=torch.device("cpu"), vocab_size=vocab_size)
-        self.temperature = config.get("generation", {}).get("temperature") or 1.0
 
     @staticmethod
     def plan_layout(config: Any, *, world_size: int, init_optimizer: bool) -> ParallelLayout:
@@ -55,7 +54,7 @@ class PlainEngine:
     def outputs(self, step: Step) -> Iterator[tuple[MicroBatch, LogitsOutput]]:
         for batch in step.micro_batches(self.info.device):
             raw = self.model(batch.rows["input_ids"])
-            yield batch, LogitsOutput(raw=raw, micro_batch=batch, temperature=self.temperature)
+            yield batch, LogitsOutput(raw=raw, micro_batch=batch)
 
     def run(self, step: Step, score: Callable[..., Scored]) -> list[Scored]:
         return [score(batch, output) for batch, output in self.outputs(step)]

@@ -315,21 +315,21 @@ def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return tensor.to(device, non_blocking=tensor.device.type == "cpu")
 
 
-def verify_right_padding(data: Mapping[str, object], *, pad_token_id: int | None = None) -> None:
-    """Raise if a row of `input_ids` is not right-padded to the length in `input_lengths`.
+def verify_right_padding(data: Mapping[str, object]) -> None:
+    """Raise if `input_lengths` do not fit `input_ids`, or an `attention_mask` says otherwise.
 
-    Padding may be any constant. With `pad_token_id`, a row that starts with it, but whose padding
-    is another token, counts as left-padded.
+    Padding is what follows the length of a row, whatever its tokens are: a row may start with the
+    padding token, as it does if that is the tokenizer's first token of a text as well.
 
     Args:
-        data: `input_ids` `[batch, seq]` and `input_lengths` `[batch]`, any integers.
-        pad_token_id: The tokenizer's padding token.
+        data: `input_ids` `[batch, seq]` and `input_lengths` `[batch]`, any integers; optionally
+            `attention_mask` `[batch, seq]`, 1 at tokens and 0 at padding.
 
     Raises:
         ValueError: Names the key, the first offending row and its numbers.
     """
     input_ids, lengths = _ids_and_lengths(data)
-    size, width = input_ids.shape
+    width = input_ids.shape[1]
     outside = (lengths < 1) | (lengths > width)
     if outside.any():
         row = _first_row(outside)
@@ -337,19 +337,23 @@ def verify_right_padding(data: Mapping[str, object], *, pad_token_id: int | None
             f"'input_lengths'[{row}]={int(lengths[row])} is not within 1..{width}, "
             f"the width of 'input_ids'"
         )
-    if size == 0:
-        return
-    # Without a pad token, the last column is the reference: right padding is constant up to it.
-    in_tail = torch.arange(width, device=lengths.device) >= lengths[:, None]
-    uneven = ((input_ids != input_ids[:, -1:]) & in_tail).any(dim=1)
-    if pad_token_id is not None:
-        fill_differs = (input_ids[:, -1] != pad_token_id) & (lengths < width)
-        uneven |= (input_ids[:, 0] == pad_token_id) & fill_differs
+    if "attention_mask" in data:
+        mask = _tensor(data, "attention_mask", num_axes=2).to(lengths.device)
+        _verify_mask(mask, lengths, shape=input_ids.shape)
+
+
+def _verify_mask(mask: torch.Tensor, lengths: torch.Tensor, *, shape: torch.Size) -> None:
+    if mask.shape != shape:
+        raise ValueError(
+            f"'attention_mask' has shape {list(mask.shape)}, 'input_ids' {list(shape)}"
+        )
+    is_token = torch.arange(shape[1], device=lengths.device) < lengths[:, None]
+    uneven = (mask.bool() != is_token).any(dim=1)
     if uneven.any():
         row = _first_row(uneven)
         raise ValueError(
-            f"'input_ids'[{row}] is not right-padded: 'input_lengths'[{row}]={int(lengths[row])} "
-            f"of {width}, and what follows is not padding (pad on the right, not on the left)"
+            f"'attention_mask'[{row}] is not 1 at the first 'input_lengths'[{row}]="
+            f"{int(lengths[row])} tokens and 0 after them: pad on the right, not on the left"
         )
 
 

@@ -10,7 +10,6 @@ import torch
 from rl_interfaces import ParallelLayout, resolve_policy_config
 from rl_interfaces.backend.checkpoint import hf_files
 from rl_interfaces.backend.engine import DTYPES
-from rl_interfaces.backend.generation import SamplingConfig, scoring_temperature
 from rl_interfaces.backend.steps import planned_by
 from rl_interfaces.backend.torch_optim import (
     ClassConfig,
@@ -84,8 +83,6 @@ class EngineConfig:
     """Write checkpoints while training goes on."""
     trust_remote_code: bool
     seed: int
-    temperature: float
-    """Divides the logits of every log-probability; 1.0 where generation is greedy or absent."""
     adapters: AdapterConfig | None
     """None: the model itself is trained."""
     optimizer: ClassConfig | None
@@ -110,7 +107,6 @@ class EngineConfig:
         layout = plan_layout(resolved, world_size=world_size)
         _check_head(resolved)
         _check_sharing(resolved)
-        sampling = SamplingConfig.from_policy_config(resolved)
         optimizer = _parse_optimizer(resolved, wanted=init_optimizer)
         scheduler = parse_scheduler(resolved.get("scheduler"))
         if optimizer is not None:
@@ -136,7 +132,6 @@ class EngineConfig:
             async_checkpoint=resolved["dtensor_cfg"]["async_checkpoint"],
             trust_remote_code=resolved["trust_remote_code"],
             seed=resolved["seed"],
-            temperature=scoring_temperature(sampling),
             adapters=_parse_adapters(resolved),
             optimizer=optimizer,
             scheduler=scheduler,

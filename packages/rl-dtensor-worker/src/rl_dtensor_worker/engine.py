@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from rl_interfaces import ResidencyState
 from rl_interfaces.backend.checkpoint.checkpointer import FileWriters, TensorFormat
-from rl_interfaces.backend.checkpoint.hf_files import write_config
+from rl_interfaces.backend.checkpoint.hf_files import saved_dtype, write_config
 from rl_interfaces.backend.checkpoint.optimizer_state import TrainState
 from rl_interfaces.backend.components import ReferenceCopy, move_optimizer_state
 from rl_interfaces.backend.engine import EngineInfo, HfExport, Scored, module_mode
@@ -32,6 +33,7 @@ from rl_dtensor_worker.model.build import build_model, empty_model
 from rl_dtensor_worker.model.dropout import disable_dropout, dropout_restored
 from rl_dtensor_worker.model.lora import (
     adapters_disabled,
+    adapters_of,
     check_adapter_config,
     save_adapter_config,
 )
@@ -115,6 +117,8 @@ class DTensorEngine:
         self._model_buffers = OffloadBuffers()
         self._optimizer_buffers = OffloadBuffers()
         with ExitStack() as leaving:
+            self._loaded_config = load_model_config(self.config)
+            self._saved_dtype = saved_dtype(self.config.model_name, self._loaded_config)
             model = empty_model(self.config)
             self._sharding = choose_sharding(
                 self.config.layout,
@@ -229,12 +233,21 @@ class DTensorEngine:
                 yield f"{name}{_shard_suffix(parameter)}", local_tensor(parameter)
 
     def keep_reference(self) -> Callable[[], AbstractContextManager[None]] | None:
-        """See `Engine.keep_reference`; with adapters the reference is the model without them."""
-        if self.config.adapters is not None:
-            # Disabling adapters does not undo the training of a score layer beside them.
-            is_language_model = self.config.head == "language_model"
-            return (lambda: adapters_disabled(self.model)) if is_language_model else None
-        reference = ReferenceCopy(self._local_state, dtypes=self._dtypes_in_forward())
+        """See `Engine.keep_reference`.
+
+        With new adapters it is the model without them, and takes no copy. Adapters that were loaded
+        are copied, as the model starts with them.
+        """
+        adapters = self.config.adapters
+        if adapters is not None and self.config.head != "language_model":
+            return None
+        if adapters is not None and adapters.adapter_path is None:
+            return lambda: adapters_disabled(self.model)
+        if adapters is None:
+            reference = ReferenceCopy(self._local_state, dtypes=self._dtypes_in_forward())
+        else:
+            # What is frozen is the same in the reference.
+            reference = ReferenceCopy(self._local_adapters)
 
         @contextmanager
         def swapped_in() -> Generator[None, None, None]:
@@ -276,7 +289,7 @@ class DTensorEngine:
         """See `Engine.export`; names are those of the checkpoint that was loaded."""
         device = next(self.model.parameters()).device
         source = ModelWeights(
-            self.model, wire_dtype=torch.float32, group=self.meshes.shards, device=device
+            self.model, wire_dtype=self._saved_dtype, group=self.meshes.shards, device=device
         )
         return HfExport(
             write_config=self._write_config,
@@ -422,6 +435,10 @@ class DTensorEngine:
     def _local_state(self) -> list[torch.Tensor]:
         return [local_tensor(tensor) for tensor in persistent_state(self.model).values()]
 
+    def _local_adapters(self) -> list[torch.Tensor]:
+        trained = adapters_of(dict(self.model.named_parameters()))
+        return [local_tensor(tensor) for tensor in trained.values()]
+
     def _dtypes_in_forward(self) -> list[torch.dtype]:
         """Return what each tensor of `_local_state` is cast to in a forward.
 
@@ -435,15 +452,11 @@ class DTensorEngine:
         ]
 
     def _write_config(self, directory: Path) -> None:
+        loaded = copy.deepcopy(self._loaded_config)
         # The rates that this worker has set to 0 belong to the model all the same.
-        rates = {}
-        if not self.config.model_dropout:
-            rates = disable_dropout(load_model_config(self.config), head=self.config.head)
+        rates = {} if self.config.model_dropout else disable_dropout(loaded, head=self.config.head)
         with dropout_restored(self.model.config, rates):
-            # Without tensors: the config, the generation config and the code of a remote model.
-            self.model.save_pretrained(directory, state_dict={})
-            # And the config once more, with the dtype of the exported weights.
-            write_config(self.model.config, directory)
+            write_config(self.model.config, directory, dtype=self._saved_dtype, model=self.model)
 
 
 def move_model(model: nn.Module, device: torch.device, buffers: OffloadBuffers) -> None:

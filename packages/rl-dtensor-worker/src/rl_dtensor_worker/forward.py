@@ -369,16 +369,14 @@ class Forward:
 
     model: PreTrainedModel
     head: TokenHead
-    temperature: float
-    """Divides the logits, in every call."""
     width_multiple: int
     """Padded rows are padded further to a multiple of this, inside."""
     parallel: ParallelContext = field(default_factory=ParallelContext)
     """The ranks that run one forward together."""
 
-    def logprobs(self, micro_batch: MicroBatch) -> torch.Tensor:
+    def logprobs(self, micro_batch: MicroBatch, *, temperature: float = 1.0) -> torch.Tensor:
         """Return each token's log-probability, `[batch, seq]` float32; 0 at 0 and at padding."""
-        layout, scores = self._scores(micro_batch)
+        layout, scores = self._scores(micro_batch, temperature=temperature)
         return layout.targets_to_rows(scores.logprobs)
 
     def topk_logits(self, micro_batch: MicroBatch, k: int) -> dict[str, torch.Tensor]:
@@ -394,11 +392,14 @@ class Forward:
             "topk_indices": layout.to_rows(scores.top_k_indices),
         }
 
-    def logits(self, micro_batch: MicroBatch, *, sharded: bool = False) -> torch.Tensor:
+    def logits(
+        self, micro_batch: MicroBatch, *, temperature: float = 1.0, sharded: bool = False
+    ) -> torch.Tensor:
         """Return all logits, `[batch, seq, vocab]` float32: `logits[:, t]` predict `t + 1`.
 
         Args:
             micro_batch: The rows.
+            temperature: Divides the logits.
             sharded: Return tensor-parallel logits as a `DTensor` sharded along the vocabulary, of
                 which this rank has made its shard, instead of gathering them.
         """
@@ -412,7 +413,7 @@ class Forward:
             logits = self.gather_logits(logits)
         # After the gather: float32 would double the bytes of a 16-bit vocabulary.
         logits = logits.float()
-        logits = logits if self.temperature == 1.0 else logits / self.temperature
+        logits = logits if temperature == 1.0 else logits / temperature
         if tp is None or not sharded:
             return logits
         # Given, as parts may be unlike: torch would multiply this one by the number of ranks.
@@ -434,7 +435,9 @@ class Forward:
     def _lay_out(self, micro_batch: MicroBatch) -> RowLayout:
         return self.parallel.lay_out(self.model, micro_batch, self.width_multiple)
 
-    def _scores(self, micro_batch: MicroBatch, *, top_k: int = 0) -> tuple[RowLayout, TokenScores]:
+    def _scores(
+        self, micro_batch: MicroBatch, *, temperature: float = 1.0, top_k: int = 0
+    ) -> tuple[RowLayout, TokenScores]:
         layout = self._lay_out(micro_batch)
         # The largest logits are those of each position, not of each target.
         by_position = top_k > 0
@@ -443,7 +446,7 @@ class Forward:
                 self.model,
                 layout.tokens,
                 layout.tokens if by_position else layout.targets,
-                temperature=self.temperature,
+                temperature=temperature,
                 top_k=top_k,
                 arguments=layout.arguments,
                 predictors=None if by_position else layout.predictors,
@@ -478,8 +481,10 @@ class ValueForward:
             values = self.model(input_ids=layout.tokens, use_cache=False, **layout.arguments)
         return layout.to_rows(values.float().squeeze(-1))
 
-    def logits(self, micro_batch: MicroBatch, *, sharded: bool = False) -> torch.Tensor:
-        """Return scores, which a loss gets in place of logits; they are never sharded.
+    def logits(
+        self, micro_batch: MicroBatch, *, temperature: float = 1.0, sharded: bool = False
+    ) -> torch.Tensor:
+        """Return scores, which a loss gets in place of logits; never sharded, nor divided.
 
         Returns:
             Float32, `[batch]` of a reward model, `[batch, seq]` of a value model.
@@ -504,7 +509,6 @@ def forward_of_head(
         return Forward(
             model=model,
             head=head.fused() if config.fused_head else head,
-            temperature=config.temperature,
             width_multiple=config.width_multiple,
             parallel=parallel,
         )
@@ -524,13 +528,13 @@ class Output:
     forward: Forward | ValueForward
     micro_batch: MicroBatch
 
-    def logprobs(self) -> torch.Tensor:
+    def logprobs(self, *, temperature: float = 1.0) -> torch.Tensor:
         """See `ForwardOutput.logprobs`."""
-        return self._of_tokens.logprobs(self.micro_batch)
+        return self._of_tokens.logprobs(self.micro_batch, temperature=temperature)
 
-    def logits(self, *, sharded: bool = False) -> torch.Tensor:
+    def logits(self, *, temperature: float = 1.0, sharded: bool = False) -> torch.Tensor:
         """See `ForwardOutput.logits`; a reward or value model has scores in their place."""
-        return self.forward.logits(self.micro_batch, sharded=sharded)
+        return self.forward.logits(self.micro_batch, temperature=temperature, sharded=sharded)
 
     def topk_logits(self, k: int) -> dict[str, torch.Tensor]:
         """See `ForwardOutput.topk_logits`."""

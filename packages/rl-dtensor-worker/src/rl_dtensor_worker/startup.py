@@ -99,6 +99,7 @@ def check_causality(
     with parallel.unsharded_sequences():
         one, other = scores_of(twice)[:, :-1]
         padded, full = scores_of(random)[1, :width], scores_of(alone)[0]
+    _check_finite(full, model, compute_dtype)
     for found, expected, what in (
         (other, one, "another last token changes the log-probabilities before it"),
         (padded, full, "padding changes the log-probabilities before it"),
@@ -110,6 +111,15 @@ def check_causality(
                 f"policy.model_name: {class_name(model)} is not causal: {what} by "
                 f"{difference:.2g} of the largest"
             )
+
+
+def _check_finite(scores: torch.Tensor, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Raise if a model's scores are not finite, of which no comparison says anything."""
+    if not scores.isfinite().all():
+        raise ValueError(
+            f"policy.model_name: {class_name(model)} gives scores that are not finite in "
+            f"{dtype}, though its weights are: try another policy.precision"
+        )
 
 
 @torch.no_grad()
@@ -134,6 +144,7 @@ def check_modes(
         with mode(training):
             found.append(run_probe(model))
     trained, scored = found
+    _check_finite(scored, model, compute_dtype)
     difference = float((trained - scored).abs().max() / scored.abs().max())
     if not difference <= TOLERANCES[compute_dtype]:
         raise ValueError(

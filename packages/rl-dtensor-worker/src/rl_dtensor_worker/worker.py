@@ -38,7 +38,7 @@ class DTensorPolicyWorker(EngineWorker):
 
     A plain class: it runs wherever torchrun's environment variables are set, on its GPU with NCCL
     or on the CPU with gloo. Every method is called on every rank. See `EngineWorker` for the
-    arguments. With adapters the reference model takes no copy: it is the model without them.
+    arguments. With new adapters the reference model takes no copy: it is the model without them.
     """
 
     _engine: DTensorEngine

@@ -24,7 +24,7 @@ class LossInput(Enum):
     """The kind of tensor that a loss takes as its first argument."""
 
     LOGITS = "logits"
-    """`[batch, seq, vocab]`, temperature applied: position `t` scores token `t + 1`."""
+    """`[batch, seq, vocab]`: position `t` scores token `t + 1`."""
     LOGPROBS = "logprobs"
     """`[batch, seq]` float32: position `t` holds log p(token `t` | tokens before it); 0 at 0."""
 
@@ -37,7 +37,7 @@ class LossFunction(Protocol):
     all micro-batches and all data-parallel ranks is then the loss of the global batch, whatever its
     division into micro-batches, packs or ranks.
 
-    Four attributes are optional:
+    Five attributes are optional:
     - `input_type` (a `LossInput`; absent means `LOGITS`);
     - `accepts_sharded_logits` (absent means False; read with `LOGITS` only): True lets a
       tensor-parallel backend pass the logits as a `torch.distributed.tensor.DTensor` of global
@@ -45,6 +45,9 @@ class LossFunction(Protocol):
       instead of gathering them. `to_local()` gives this rank's shard, `device_mesh` the ranks that
       hold the others, `full_tensor()` the full logits. The loss is the same value on all of these
       ranks. A backend whose logits are not sharded passes a plain tensor;
+    - `uses_sampling_temperature` (absent means True): whether the logits are divided by
+      `policy.generation.temperature`, as the policy gradient of sampled tokens needs. A supervised
+      loss sets it to False: its value is that of the model itself;
     - `rows_per_group` (int; absent means 1): consecutive rows that the loss needs in one
       micro-batch, for example 2 for a chosen and a rejected completion. The batch, `gbs` per
       data-parallel rank and a fixed `mbs` are then multiples of it; a masked micro-batch that

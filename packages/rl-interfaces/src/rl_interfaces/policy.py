@@ -58,8 +58,8 @@ class TopkLogitsOutputSpec(TypedDict):
     """
 
     topk_logits: torch.Tensor
-    """`[batch, seq, k]` float32 on the CPU, largest first, temperature applied. `topk_logits[t]`
-    predict token `t + 1`. Padding is 0."""
+    """`[batch, seq, k]` float32 on the CPU, largest first, of the model itself, without a
+    temperature. `topk_logits[t]` predict token `t + 1`. Padding is 0."""
     topk_indices: torch.Tensor
     """`[batch, seq, k]` int64 on the CPU: the token ids of `topk_logits`. Padding is 0."""
 

@@ -171,13 +171,24 @@ class PolicyWorker(Protocol):
         ...
 
     def get_logprobs(
-        self, data: BatchedDataDict, micro_batch_size: int | None = None
+        self,
+        data: BatchedDataDict,
+        micro_batch_size: int | None = None,
+        *,
+        temperature: float | None = None,
     ) -> BatchedDataDict[LogprobOutputSpec]:
-        """Return `logprobs`, `[batch, seq]` float32 on the CPU, of this rank's rows."""
+        """Return `logprobs`, `[batch, seq]` float32 on the CPU, of this rank's rows.
+
+        `temperature` divides the logits. None: `policy.generation.temperature`.
+        """
         ...
 
     def get_reference_policy_logprobs(
-        self, data: BatchedDataDict, micro_batch_size: int | None = None
+        self,
+        data: BatchedDataDict,
+        micro_batch_size: int | None = None,
+        *,
+        temperature: float | None = None,
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
         """Return `reference_logprobs`, `[batch, seq]` float32 on the CPU, of this rank's rows."""
         ...

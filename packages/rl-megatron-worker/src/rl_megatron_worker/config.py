@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from megatron.core.distributed import DistributedDataParallelConfig
 from rl_interfaces import resolve_policy_config
 from rl_interfaces.backend.engine import DTYPES
-from rl_interfaces.backend.generation import SamplingConfig, scoring_temperature
 from rl_interfaces.backend.torch_optim import parse_optimizer, try_steps
 from rl_interfaces.config.resolve import MEGATRON_DEFAULTS
 
@@ -107,8 +106,6 @@ class EngineConfig:
     trust_remote_code: bool
     timeout_s: float
     seed: int
-    temperature: float
-    """Divides the logits of every log-probability; 1.0 if generation is greedy or not set."""
 
     @classmethod
     def from_policy_config(
@@ -124,7 +121,6 @@ class EngineConfig:
         layout = plan_layout(section, world_size=world_size)
         _check_policy(resolved)
         optimizer = _parse_optimizer(resolved) if init_optimizer else None
-        sampling = SamplingConfig.from_policy_config(resolved)
         return cls(
             model_name=resolved["model_name"],
             converter_type=section["converter_type"],
@@ -142,7 +138,6 @@ class EngineConfig:
             trust_remote_code=resolved["trust_remote_code"],
             timeout_s=resolved["timeout_s"],
             seed=resolved["seed"],
-            temperature=scoring_temperature(sampling),
         )
 
 

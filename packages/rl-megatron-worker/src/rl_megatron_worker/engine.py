@@ -20,7 +20,6 @@ from rl_interfaces.backend.components import ReferenceCopy
 from rl_interfaces.backend.engine import EngineInfo, HfExport, module_mode
 from rl_interfaces.backend.host_memory import OffloadBuffers
 from rl_interfaces.backend.steps import Concatenation
-from transformers import GenerationConfig
 
 from rl_megatron_worker.checkpoint import MegatronFormat
 from rl_megatron_worker.config import EngineConfig
@@ -46,7 +45,6 @@ from rl_megatron_worker.weights import MegatronWeights
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from rl_interfaces import ParallelLayout
     from rl_interfaces.backend.engine import LossOfOutput, Scored, ScoreFunction
@@ -97,7 +95,7 @@ class MegatronEngine:
             leaving.callback(leave_model_parallel)
             init_model_parallel(layout, self.runtime, timeout_s=self._config.timeout_s)
             self._hf_config = _load_model_config(self._config)
-            self._generation_config = _load_generation_config(self._config)
+            self._saved_dtype = hf_files.saved_dtype(self._config.model_name, self._hf_config)
             converter = converter_for(self._hf_config, self._config.converter_type)
             self._architecture = converter.architecture(self._hf_config)
             check_sizes(
@@ -271,9 +269,9 @@ class MegatronEngine:
     def export(self) -> HfExport:
         """See `Engine.export`."""
         return HfExport(
-            write_config=partial(write_config, self._hf_config, self._generation_config),
+            write_config=partial(hf_files.write_config, self._hf_config, dtype=self._saved_dtype),
             # An export is allowed in every residency state, also while the model is offloaded.
-            source=self._weights(torch.float32, scope=self.on_device),
+            source=self._weights(self._saved_dtype, scope=self.on_device),
         )
 
     def close(self) -> None:
@@ -325,7 +323,7 @@ class MegatronEngine:
         self._schedule = Schedule(chunks=self.model, runtime=self.runtime, routes=self._routes)
         self._head = None
         if self._schedule.is_last_stage:
-            self._head = TokenHead(chunk=self.model[-1], temperature=config.temperature)
+            self._head = TokenHead(chunk=self.model[-1])
         self.optimizer = None
         if optimizer is not None:
             self.optimizer = Trainer(
@@ -441,19 +439,3 @@ def _check_routers(config: EngineConfig, architecture: Architecture, *, model_ty
 
 def _load_model_config(config: EngineConfig) -> PreTrainedConfig:
     return hf_files.load_model_config(config.model_name, trust_remote_code=config.trust_remote_code)
-
-
-def _load_generation_config(config: EngineConfig) -> GenerationConfig | None:
-    try:
-        return GenerationConfig.from_pretrained(config.model_name)
-    except OSError:  # The checkpoint has no generation_config.json.
-        return None
-
-
-def write_config(
-    hf_config: PreTrainedConfig, generation_config: GenerationConfig | None, directory: Path
-) -> None:
-    """Write the config of a float32 export, and the generation config if there is one."""
-    hf_files.write_config(hf_config, directory)
-    if generation_config is not None:
-        generation_config.save_pretrained(directory)

@@ -37,9 +37,9 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[MODEL] SECTION.KEY=VALUE",
-        help="The model's directory or name, and configuration, over that of the file; values are "
-        "YAML. For example DIR policy.train_global_batch_size=32 data.path=problems.jsonl. "
-        "--show-config lists the keys.",
+        help="The model's directory or name, and configuration, over that of the file; texts "
+        "are taken literally, other values are YAML. For example DIR "
+        "policy.train_global_batch_size=32 data.path=problems.jsonl. --show-config lists the keys.",
         show_default="none",
     ),
 ]
@@ -280,7 +280,9 @@ def _prepare(config: RunConfig, directory: RunDirectory, *, is_new: bool) -> Run
     inputs = prepare_inputs(config)
     if is_new:
         directory.create(config)
+        directory.keep_data(inputs.digests())
     else:
+        directory.check_data(inputs.digests(), path=config.data.path)
         directory.write_config(config)
     return inputs
 

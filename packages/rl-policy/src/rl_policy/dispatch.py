@@ -44,6 +44,26 @@ class TokenBudget:
     dynamic_batching_args: DynamicBatchingArgs | None = None
     sequence_packing_args: SequencePackingArgs | None = None
 
+    @property
+    def tokens(self) -> int:
+        """The most tokens of a micro-batch, padding included."""
+        arguments = self.dynamic_batching_args or self.sequence_packing_args
+        assert arguments is not None, "a budget is of one of both"
+        return arguments["max_tokens_per_microbatch"]
+
+    @property
+    def multiple(self) -> int:
+        """What the length of each row is rounded up to."""
+        if self.dynamic_batching_args is not None:
+            return self.dynamic_batching_args.get("sequence_length_round", 1)
+        assert self.sequence_packing_args is not None, "a budget is of one of both"
+        return self.sequence_packing_args.get("sequence_length_pad_multiple", 1)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows share a sequence, so that their own lengths add up."""
+        return self.sequence_packing_args is not None
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any], budget: str) -> TokenBudget | None:
         """Return the budget of a resolved policy config; None if micro-batches have fixed sizes.
@@ -87,14 +107,13 @@ class Dispatcher:
     Args:
         config: A resolved policy config.
         data_parallel: Data-parallel ranks.
-        pad_token_id: The tokenizer's padding token, by which left padding is detected. None: none.
+        pad_token_id: Not used, as padding follows from `input_lengths`.
     """
 
     def __init__(
-        self, config: Mapping[str, Any], *, data_parallel: int, pad_token_id: int | None
+        self, config: Mapping[str, Any], *, data_parallel: int, pad_token_id: int | None = None
     ) -> None:
         self._data_parallel = data_parallel
-        self._pad_token_id = pad_token_id
         self._max_length: int | None = config.get("max_total_sequence_length")
         self._global_batch_size: int = config["train_global_batch_size"]
         self._micro_batch_size: int = config["train_micro_batch_size"]
@@ -183,7 +202,7 @@ class Dispatcher:
 
     def check_rows(self, data: BatchedDataDict) -> None:
         """Raise `ValueError`, naming key, row and numbers, unless every row can be scored."""
-        check_scoring_batch(data, pad_token_id=self._pad_token_id)
+        check_scoring_batch(data)
         self._check_extent(data)
 
     def _plan(
@@ -253,7 +272,6 @@ class Dispatcher:
                 )
         check_training_batch(
             data,
-            pad_token_id=self._pad_token_id,
             needs_token_mask=loss_fn.loss_type is LossType.TOKEN_LEVEL,
         )
         self._check_extent(data)

@@ -129,11 +129,7 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         self._is_save_pending = False
         self._residency = Residency(has_optimizer=init_optimizer)
         self.data_parallel = layout.data_parallel
-        self._dispatcher = Dispatcher(
-            self.config,
-            data_parallel=layout.data_parallel,
-            pad_token_id=tokenizer.pad_token_id,  # pyright: ignore[reportArgumentType] # an id
-        )
+        self._dispatcher = Dispatcher(self.config, data_parallel=layout.data_parallel)
         self._routes: RefitRoutes | None = None
         self.worker_group = RayWorkerGroup(
             cluster,
@@ -282,24 +278,39 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
     # Scoring
 
     def get_logprobs(
-        self, data: BatchedDataDict[GenerationDatumSpec]
+        self, data: BatchedDataDict[GenerationDatumSpec], *, temperature: float | None = None
     ) -> BatchedDataDict[LogprobOutputSpec]:
         """Return the log-probability of every token of any number of rows.
 
         See `PolicyInterface.get_logprobs`.
+
+        Args:
+            data: `input_ids` `[batch, seq]` and `input_lengths` `[batch]`, any number of rows.
+            temperature: Divides the logits. None: `policy.generation.temperature`, for tokens that
+                were sampled. A supervised loss needs 1.
         """
-        return self._score("get_logprobs", data)
+        return self._score("get_logprobs", data, **_given(temperature=temperature))
 
     def get_reference_policy_logprobs(
-        self, data: BatchedDataDict[GenerationDatumSpec], micro_batch_size: int | None = None
+        self,
+        data: BatchedDataDict[GenerationDatumSpec],
+        micro_batch_size: int | None = None,
+        *,
+        temperature: float | None = None,
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
         """Return the same under the frozen reference, see `ReferenceLogprobOutputSpec`.
 
         Args:
             data: `input_ids` `[batch, seq]` and `input_lengths` `[batch]`, any number of rows.
             micro_batch_size: Rows per forward per rank, instead of `policy.logprob_batch_size`.
+            temperature: See `get_logprobs`.
         """
-        return self._score("get_reference_policy_logprobs", data, micro_batch_size=micro_batch_size)
+        return self._score(
+            "get_reference_policy_logprobs",
+            data,
+            micro_batch_size=micro_batch_size,
+            **_given(temperature=temperature),
+        )
 
     def get_topk_logits(
         self,
@@ -448,6 +459,18 @@ class Policy(ColocatablePolicyInterface, GenerationInterface):
         )
         section = self.config[f"{self._backend.name}_cfg"]
         self._is_save_pending = section.get("async_checkpoint", False)
+
+    def keep_random_state(self) -> bool:
+        """Remember the random state for `restore_random_state`; return whether the backend can."""
+        names = ("keep_random_state", "restore_random_state")
+        if not all(hasattr(self._backend.worker_class, name) for name in names):
+            return False
+        self._group.run_all("keep_random_state")
+        return True
+
+    def restore_random_state(self) -> None:
+        """Return to the random state that was kept last: what was sampled since is forgotten."""
+        self._group.run_all("restore_random_state")
 
     def load_checkpoint(
         self, weights_path: PathLike, optimizer_path: PathLike | None = None
@@ -747,6 +770,11 @@ def with_absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
     if lora.get("adapter_path"):
         lora = lora | {"adapter_path": os.path.abspath(lora["adapter_path"])}
     return config | paths | {"dtensor_cfg": config["dtensor_cfg"] | {"lora": lora}}
+
+
+def _given(**arguments: object) -> dict[str, Any]:
+    """Return the arguments that are set: a worker of another backend may not have the others."""
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
 def _absolute(path: PathLike | None) -> str | None:

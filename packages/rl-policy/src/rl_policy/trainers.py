@@ -158,6 +158,8 @@ class RecipeTrainer:
         self._directory = directory
         self._is_created = resume is not None
         self._inputs = prepare_inputs(resolved)
+        if resume is not None:
+            directory.check_data(self._inputs.digests(), path=resolved.data.path)
         self._display = RunDisplay(Console(stderr=True, quiet=not progress))
         self._held: ExitStack | None = None
         self._source: GenerationInterface | None = None
@@ -290,6 +292,7 @@ class RecipeTrainer:
     def _create_directory(self) -> None:
         if not self._is_created:
             self._directory.create(self.config)
+            self._directory.keep_data(self._inputs.digests())
             self._is_created = True
 
     def _release(self) -> None:

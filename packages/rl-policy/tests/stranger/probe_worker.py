@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import ray
 import torch
+from patience import PATIENCE_S
 
 # What a module that asks for a GPU at its import sees, as Megatron-core's do.
 AT_IMPORT = dict(os.environ)
@@ -58,7 +59,7 @@ class ProbeWorker:
 
         if not dist.is_initialized():
             torch.set_num_threads(1)
-            dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+            dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S))
         total = torch.tensor([value + self.rank])
         dist.all_reduce(total)
         return total.item()

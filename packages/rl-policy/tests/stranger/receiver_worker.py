@@ -3,10 +3,9 @@
 import os
 
 import torch
+from patience import PATIENCE_S
 from rl_refit import RefitReceiver
 from rl_refit.compat.broadcast import BroadcastGroup
-
-LIMIT_S = 60
 
 
 class ReceiverWorker:
@@ -16,7 +15,7 @@ class ReceiverWorker:
         self.receiver = self.group = None
 
     def connect(self, address):
-        self.receiver = RefitReceiver(address, timeout_s=LIMIT_S, device=self.device)
+        self.receiver = RefitReceiver(address, timeout_s=PATIENCE_S, device=self.device)
 
     def receive(self, version):
         """Return what arrives, on the CPU, and the type of the device on which it did."""
@@ -34,7 +33,7 @@ class ReceiverWorker:
 
     def join(self, ip, port, world_size):
         self.group = BroadcastGroup(
-            ip, port, rank=1, world_size=world_size, device=self.device, timeout_s=LIMIT_S
+            ip, port, rank=1, world_size=world_size, device=self.device, timeout_s=PATIENCE_S
         )
 
     def receive_broadcast(self, info):

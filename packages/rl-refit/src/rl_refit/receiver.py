@@ -36,9 +36,9 @@ ReadBack = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 Swap = Callable[[], object]
 """Exchanges the engine's weights with those that `load` has staged."""
 
-_READ_S = 1.0
+_READ_S = 5.0
 """Limit for the rest of a message of which some bytes have arrived."""
-_DEATH_S = 0.1
+_DEATH_S = 0.5
 """How long the kernel may take from closing the socket of a killed process to its lock file."""
 _CLOSE_S = 5.0
 """Limit for a thread that receives to notice that its connection was closed."""

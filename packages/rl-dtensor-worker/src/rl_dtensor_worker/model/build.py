@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from rl_interfaces.backend.checkpoint.hf_files import SafetensorsFiles, find_checkpoint, take
+from rl_interfaces.backend.checkpoint.hf_files import (
+    SafetensorsFiles,
+    auto_class,
+    check_finite,
+    find_checkpoint,
+    take,
+)
 from rl_interfaces.backend.runtime import failing_together, first_rank_first
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from rl_dtensor_worker.attention import has_soft_cap, use_soft_cap
 from rl_dtensor_worker.config import load_model_config
@@ -61,10 +60,6 @@ _ATTENTION_FLAGS = {
 _ACTIVATION_BUFFERS = {
     "minimax": frozenset(["slope_rate", "query_decay", "key_decay", "diagonal_decay"]),
     "openai-gpt": frozenset(["bias"]),
-}
-_BY_HEAD: dict[str, Any] = {
-    "reward": AutoModelForSequenceClassification,
-    "value": AutoModelForTokenClassification,
 }
 
 
@@ -314,21 +309,6 @@ def fsdp_units(model: PreTrainedModel) -> list[nn.Module]:
     return [embedding, *layers]
 
 
-def auto_class(head: str, model_config: PreTrainedConfig) -> Any:
-    """Return the `AutoModel...` class for a head and the architecture that a config names.
-
-    Args:
-        head: `policy.head`.
-        model_config: The model's transformers config.
-    """
-    if head in _BY_HEAD:
-        return _BY_HEAD[head]
-    with_images = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_config.model_type)
-    if with_images in (model_config.architectures or ()):
-        return AutoModelForImageTextToText
-    return AutoModelForCausalLM
-
-
 class ModelLoader:
     """Loads the checkpoint `policy.model_name` into the shards of a model. Collective.
 
@@ -477,12 +457,15 @@ def _load_on_first_rank(
     with failing_together():
         if dist.get_rank() > 0:
             return None
-        return auto_class(config.head, model.config).from_pretrained(
+        pretrained = auto_class(config.head, model.config).from_pretrained(
             config.model_name,
             config=model.config,
             dtype=torch.float32,
             trust_remote_code=config.trust_remote_code,
         )
+        for name, parameter in pretrained.named_parameters():
+            check_finite(name, parameter.detach(), where=path)
+        return pretrained
 
 
 def _broadcast_weights(model: PreTrainedModel, pretrained: PreTrainedModel | None) -> None:

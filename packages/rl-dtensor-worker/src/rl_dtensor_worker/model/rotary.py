@@ -28,10 +28,13 @@ def fix_rotary_length(model: PreTrainedModel, max_total_sequence_length: int | N
 
     Args:
         model: The model, with its buffers.
-        max_total_sequence_length: None: the model's own `max_position_embeddings`.
+        max_total_sequence_length: None: the model's own `max_position_embeddings`. Models without
+            positions have none, and no frequencies.
     """
     text = model.config.get_text_config()
-    length = max_total_sequence_length or text.max_position_embeddings
+    length = max_total_sequence_length or getattr(text, "max_position_embeddings", None)
+    if length is None:
+        return
     fixed = sorted({kind for module in model.modules() for kind in _fix(module, length)})
     if fixed and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.warning(

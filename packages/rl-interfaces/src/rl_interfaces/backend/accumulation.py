@@ -63,7 +63,7 @@ class PendingGradients:
         """What the accumulated gradients are divided by."""
         is_per_token = self._loss_type is LossType.TOKEN_LEVEL
         count = self._num_valid_toks if is_per_token else self._num_valid_seqs
-        return max(count, 1.0) / self._unit
+        return (count or 1.0) / self._unit
 
     @property
     def sum_divisor(self) -> float:
@@ -90,7 +90,7 @@ class PendingGradients:
             counts: Of the call's rows on all data-parallel ranks.
             loss_fn: A loss that `check` accepts.
         """
-        seqs, toks = max(counts.num_valid_seqs, 1.0), max(counts.num_valid_toks, 1.0)
+        seqs, toks = counts.num_valid_seqs or 1.0, counts.num_valid_toks or 1.0
         count = toks if loss_fn.loss_type is LossType.TOKEN_LEVEL else seqs
         if not self.num_calls:
             self._loss_type, self._unit = loss_fn.loss_type, count

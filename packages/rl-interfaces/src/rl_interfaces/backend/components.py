@@ -23,17 +23,16 @@ class LogitsOutput:
     raw: torch.Tensor
     """`[batch, seq, vocab]`, any float, without temperature; `raw[:, t]` predict token `t + 1`."""
     micro_batch: MicroBatch
-    temperature: float = 1.0
 
-    def logprobs(self) -> torch.Tensor:
+    def logprobs(self, *, temperature: float = 1.0) -> torch.Tensor:
         """See `ForwardOutput.logprobs`."""
         tokens = self.micro_batch.rows["input_ids"]
-        scores = token_scores(self.raw, tokens, temperature=self.temperature)
+        scores = token_scores(self.raw, tokens, temperature=temperature)
         return scores.logprobs.where(self._is_token, 0.0)
 
-    def logits(self, *, sharded: bool = False) -> torch.Tensor:
+    def logits(self, *, temperature: float = 1.0, sharded: bool = False) -> torch.Tensor:
         """See `ForwardOutput.logits`; no rank has a shard of the vocabulary."""
-        return self.raw.float() / self.temperature
+        return self.raw.float() / temperature
 
     def topk_logits(self, k: int) -> dict[str, torch.Tensor]:
         """See `ForwardOutput.topk_logits`."""

@@ -86,17 +86,22 @@ class ForwardOutput(Protocol):
     `rl_interfaces.backend.components.LogitsOutput` implements it for a model that returns logits.
     """
 
-    def logprobs(self) -> torch.Tensor:
-        """Return each token's log-probability, `[batch, seq]` float32; 0 at 0 and at padding."""
+    def logprobs(self, *, temperature: float = 1.0) -> torch.Tensor:
+        """Return each token's log-probability, `[batch, seq]` float32; 0 at 0 and at padding.
+
+        Args:
+            temperature: Divides the logits.
+        """
         ...
 
-    def logits(self, *, sharded: bool = False) -> torch.Tensor:
-        """Return the logits with temperature, `[batch, seq, vocab]` float32.
+    def logits(self, *, temperature: float = 1.0, sharded: bool = False) -> torch.Tensor:
+        """Return the logits, `[batch, seq, vocab]` float32.
 
         `logits[:, t]` predict token `t + 1`. The backward pass of a loss of them, which is the
         same on all tensor-parallel ranks, gives each rank the gradients of its own parameters.
 
         Args:
+            temperature: Divides the logits. Scores of a reward or value model are not divided.
             sharded: A tensor-parallel engine returns a `DTensor` of that global shape, sharded
                 along the last dim over a one-dimensional mesh of the tensor-parallel ranks (shards
                 as `torch.chunk` makes them), see `LossFunction.accepts_sharded_logits`. False, or
@@ -105,7 +110,10 @@ class ForwardOutput(Protocol):
         ...
 
     def topk_logits(self, k: int) -> Tensors:
-        """Return `topk_logits` and `topk_indices`, `[batch, seq, k]`; 0 at padding."""
+        """Return `topk_logits` and `topk_indices`, `[batch, seq, k]`; 0 at padding.
+
+        They are of the model itself, without a temperature.
+        """
         ...
 
 
@@ -156,7 +164,7 @@ class HfExport:
     write_config: Callable[[Path], None]
     """Writes the config files into a directory; called on rank 0 only."""
     source: GatheredSource
-    """The weights in float32, under the names of the checkpoint."""
+    """The weights in the dtype of the model that was loaded, under the names of its checkpoint."""
     groups: Sequence[Sequence[str]] | None = None
     """Names that are gathered together and share a file; None: each tensor by itself."""
 

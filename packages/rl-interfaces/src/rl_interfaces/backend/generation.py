@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -124,7 +124,7 @@ class SamplingConfig:
     batch_size: int
     """Rows per forward pass."""
     stops_at_end: bool = True
-    """Whether the tokenizer's end token ends a row."""
+    """Whether the model's end tokens end a row."""
 
     def changed(self, options: SamplingOptions) -> SamplingConfig:
         """Return this with the sampling parameters of one call."""
@@ -183,7 +183,7 @@ class StopRule:
     """The conditions that end a row."""
 
     token_ids: torch.Tensor
-    """`[n]` int64, on the device."""
+    """`[n]` int64, on the device: the model's end tokens and the configured ones."""
     strings: list[tuple[str, ...]]
     """The stop strings of each row."""
     max_lengths: torch.Tensor
@@ -209,6 +209,8 @@ def generate(
     sampling: SamplingConfig,
     greedy: bool,
     tokenizer: PreTrainedTokenizerBase,
+    end_token_ids: Sequence[int],
+    num_token_ids: int | None,
     generator: torch.Generator,
     max_total_length: int,
     device: torch.device,
@@ -221,7 +223,9 @@ def generate(
         data: See `GenerationDatumSpec`.
         sampling: Temperature, truncation, stop conditions, rows per forward pass.
         greedy: Take the most likely token regardless of `sampling`.
-        tokenizer: For the end and padding tokens, and to decode for stop strings.
+        tokenizer: For the padding token, and to decode for stop strings.
+        end_token_ids: The model's end tokens, see `rl_interfaces.backend.end_tokens`.
+        num_token_ids: Only ids below this are sampled. None: all that the model has.
         generator: The random generator, on `device`.
         max_total_length: Maximum tokens per row, including the prompt.
         device: The model's device.
@@ -236,7 +240,7 @@ def generate(
         prompts = input_ids[rows].to(device)
         prompt_lengths = lengths[rows].to(device)
         stop = StopRule(
-            token_ids=_stop_token_ids(sampling, tokenizer, device=device),
+            token_ids=_stop_token_ids(sampling, end_token_ids, device=device),
             strings=[(*sampling.stop_strings, *(texts or ())) for texts in extra_stops[rows]],
             max_lengths=(prompt_lengths + sampling.max_new_tokens).clamp(max=max_total_length),
         )
@@ -248,6 +252,7 @@ def generate(
             sampling=sampling,
             temperature=0.0 if greedy else sampling.temperature,
             tokenizer=tokenizer,
+            num_token_ids=num_token_ids,
             generator=generator,
         )
         parts.append(assemble(prompts, prompt_lengths, completions, pad_id=pad_id))
@@ -334,6 +339,7 @@ def _complete(
     sampling: SamplingConfig,
     temperature: float,
     tokenizer: PreTrainedTokenizerBase,
+    num_token_ids: int | None,
     generator: torch.Generator,
 ) -> Completions:
     lengths = torch.zeros_like(prompt_lengths)
@@ -355,7 +361,7 @@ def _complete(
                 num_kept = len(kept)
             logits = decoder.step(columns[-1] if kept is None else columns[-1][kept])
         sampled, logprobs = sample_tokens(
-            logits,
+            logits[:, :num_token_ids],
             temperature=temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
@@ -437,10 +443,9 @@ def _contains(
 
 
 def _stop_token_ids(
-    sampling: SamplingConfig, tokenizer: PreTrainedTokenizerBase, *, device: torch.device
+    sampling: SamplingConfig, end_token_ids: Sequence[int], *, device: torch.device
 ) -> torch.Tensor:
-    end = special_token_id(tokenizer.eos_token_id) if sampling.stops_at_end else None
-    ids = set(sampling.stop_token_ids) | ({end} if end is not None else set())
+    ids = {*sampling.stop_token_ids, *(end_token_ids if sampling.stops_at_end else ())}
     return torch.tensor(sorted(ids), dtype=torch.int64, device=device)
 
 

@@ -11,6 +11,7 @@ micro-batches follows that plan, see `BatchedDataDict.shard_by_batch_size`.
 
 from __future__ import annotations
 
+import copy
 import math
 import zlib
 from collections import defaultdict
@@ -426,35 +427,75 @@ def _stand_in(rows: SlicedDataDict, num_rows: int) -> SlicedDataDict:
     return row
 
 
-def check_scoring_batch(data: BatchedDataDict, *, pad_token_id: int | None) -> None:
+def check_scoring_batch(data: BatchedDataDict, *, vocab_size: int | None = None) -> None:
     """Raise unless `data` has right-padded `input_ids` with their `input_lengths`.
 
     Args:
         data: `input_ids` `[batch, seq]`, `input_lengths` `[batch]`, and any other columns.
-        pad_token_id: The tokenizer's padding token, by which left padding is detected.
+        vocab_size: Tokens that the model has. None: they are not checked.
 
     Raises:
         ValueError: Names the key, the row and the numbers.
     """
-    verify_right_padding(data, pad_token_id=pad_token_id)
+    verify_right_padding(data)
     data.check_sizes()
+    # Tokens that stand for images may be outside the vocabulary: the model replaces them.
+    has_media = any(isinstance(column, PackedTensor) for column in data.values())
+    if vocab_size is not None and not has_media:
+        _check_tokens(data, vocab_size)
+
+
+def _check_tokens(data: BatchedDataDict, vocab_size: int) -> None:
+    """Raise if the model has no embedding for a token, which torch reports as an `IndexError`."""
+    input_ids: torch.Tensor = data["input_ids"]
+    wrong = _outside(input_ids, vocab_size) & _is_token(data)
+    if wrong.any():
+        row, column = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"'input_ids'[{row}, {column}]={int(input_ids[row, column])} is not one of the model's "
+            f"{vocab_size} tokens"
+        )
+
+
+def with_readable_padding(data: BatchedDataDict, *, vocab_size: int) -> BatchedDataDict:
+    """Return `data` with padding that the model has an embedding for, as -100 is not.
+
+    Returns:
+        `data` itself if its padding is fine, else a copy whose padding is token 0.
+    """
+    input_ids: torch.Tensor = data["input_ids"]
+    if not _outside(input_ids, vocab_size).any():
+        return data
+    replaced = copy.copy(data)
+    replaced["input_ids"] = input_ids.where(_is_token(data), 0)
+    return replaced
+
+
+def _outside(tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    return (tokens < 0) | (tokens >= vocab_size)
+
+
+def _is_token(data: BatchedDataDict) -> torch.Tensor:
+    """Return `[batch, seq]` bool, False at padding."""
+    lengths = data["input_lengths"].to(data["input_ids"].device)
+    return torch.arange(data["input_ids"].shape[1], device=lengths.device) < lengths[:, None]
 
 
 def check_training_batch(
-    data: BatchedDataDict, *, pad_token_id: int | None, needs_token_mask: bool
+    data: BatchedDataDict, *, needs_token_mask: bool, vocab_size: int | None = None
 ) -> None:
     """Raise unless `data` also has the masks of a training batch, and its shapes agree.
 
     Args:
         data: The columns of `check_scoring_batch`, `sample_mask` `[batch]` and `token_mask`
             `[batch, seq]`.
-        pad_token_id: See `check_scoring_batch`.
         needs_token_mask: Whether the loss is token-level; otherwise `token_mask` may be missing.
+        vocab_size: See `check_scoring_batch`.
 
     Raises:
         ValueError: Names the key, the row and the numbers.
     """
-    check_scoring_batch(data, pad_token_id=pad_token_id)
+    check_scoring_batch(data, vocab_size=vocab_size)
     if "sample_mask" not in data:
         raise ValueError("'sample_mask' is missing: [batch], 1 for each row that counts")
     if needs_token_mask and "token_mask" not in data:
@@ -538,8 +579,12 @@ class LossCounts:
 
     @property
     def divisors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The counts as a loss divides by them: at least 1, so that an empty batch has loss 0."""
-        return self.valid_seqs.clamp(min=1), self.valid_toks.clamp(min=1)
+        """The counts as a loss divides by them; 1 for an empty batch, which then has loss 0.
+
+        Fractional masks may have a count below 1.
+        """
+        seqs, toks = self.valid_seqs, self.valid_toks
+        return torch.where(seqs > 0, seqs, 1.0), torch.where(toks > 0, toks, 1.0)
 
     @property
     def is_empty(self) -> bool:

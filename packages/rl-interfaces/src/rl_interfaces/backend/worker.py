@@ -16,13 +16,14 @@ from rl_batched_data import BatchedDataDict
 
 from rl_interfaces.backend.accumulation import CountProbe, PendingGradients
 from rl_interfaces.backend.checkpoint.checkpointer import Checkpointer, RankRandomState
-from rl_interfaces.backend.checkpoint.hf_files import write_hf_directory
+from rl_interfaces.backend.checkpoint.hf_files import read_kept_files, write_hf_directory
+from rl_interfaces.backend.end_tokens import end_token_ids, num_token_ids
 from rl_interfaces.backend.engine import Engine, ForwardOutput, OptimizerStep, Scored, Tensors
 from rl_interfaces.backend.generation import (
     SamplingConfig,
     check_room,
     generate,
-    special_token_id,
+    scoring_temperature,
 )
 from rl_interfaces.backend.runtime import (
     Profiler,
@@ -47,6 +48,7 @@ from rl_interfaces.backend.steps import (
     planned_by,
     positive,
     steps_of,
+    with_readable_padding,
 )
 from rl_interfaces.backend.transfer import GatheredSource, WeightTransfer
 from rl_interfaces.config.resolve import resolve_policy_config
@@ -190,7 +192,6 @@ class EngineWorker:
         resolved = resolve_policy_config(cast("Mapping[str, object]", config))
         self._settings = WorkerSettings.from_resolved(resolved)
         self._tokenizer = tokenizer
-        self._pad_token_id = special_token_id(tokenizer.pad_token_id)
         timeout_s = self._settings.timeout_s
         with ExitStack() as leaving:
             # Before anything asks for the device, whose libraries read them once.
@@ -206,11 +207,20 @@ class EngineWorker:
             )
             leaving.callback(self._engine.close)
             info = self._engine.info
+            self._end_token_ids = end_token_ids(
+                resolved["model_name"],
+                tokenizer,
+                trust_remote_code=resolved["trust_remote_code"],
+            )
+            self._num_token_ids = num_token_ids(tokenizer)
+            # Now, as the model's files may be gone when an export is written.
+            self._kept_files = read_kept_files(resolved["model_name"])
             # Raises if the config's batch does not divide; only the engine knows the group.
             self._rows_per_rank(None)
             self._data_rank = dist.get_rank(info.data_group)
             # The same seed for all ranks that hold the same rows: they must sample the same tokens.
             self._random = RandomState(self._settings.seed + self._data_rank, device=info.device)
+            self._kept_random_state: dict[str, torch.Tensor] | None = None
             # Before `weights_path` is loaded: the reference has the weights of `model_name`.
             self._reference = self._engine.keep_reference() if init_reference_model else None
             self._residency = Residency(has_optimizer=self._engine.optimizer is not None)
@@ -384,11 +394,11 @@ class EngineWorker:
     ) -> list[Step]:
         check_training_batch(
             data,
-            pad_token_id=self._pad_token_id,
             needs_token_mask=loss_fn.loss_type is LossType.TOKEN_LEVEL,
+            vocab_size=self._engine.info.vocab_size,
         )
         return self._steps(
-            data,
+            with_readable_padding(data, vocab_size=self._engine.info.vocab_size),
             local_batch_size=local_batch_size,
             given=positive("mbs", mbs),
             default=self._settings.train_micro_batch_size,
@@ -491,6 +501,8 @@ class EngineWorker:
         if takes_logprobs and reason is not None:
             raise ValueError(f"{type(loss_fn).__name__} needs log-probabilities: {reason}")
         sharded = bool(getattr(loss_fn, "accepts_sharded_logits", False))
+        is_of_samples = getattr(loss_fn, "uses_sampling_temperature", True)
+        temperature = scoring_temperature(self._settings.sampling) if is_of_samples else 1.0
         reported = {
             "global_valid_seqs": counts.num_valid_seqs,
             "global_valid_toks": counts.num_valid_toks,
@@ -499,7 +511,11 @@ class EngineWorker:
             reported["lr"] = self._engine.optimizer.learning_rate
 
         def loss(batch: MicroBatch, output: ForwardOutput) -> tuple[torch.Tensor, Scored]:
-            inputs = output.logprobs() if takes_logprobs else output.logits(sharded=sharded)
+            inputs = (
+                output.logprobs(temperature=temperature)
+                if takes_logprobs
+                else output.logits(temperature=temperature, sharded=sharded)
+            )
             # Before the loss itself, whose graph then is not in memory yet.
             half = None if probe is None else probe.half(inputs, batch.rows)
             found = loss_fn(inputs, batch.rows, *counts.divisors)
@@ -527,21 +543,41 @@ class EngineWorker:
     # Scoring
 
     def get_logprobs(
-        self, data: BatchedDataDict, micro_batch_size: int | None = None
+        self,
+        data: BatchedDataDict,
+        micro_batch_size: int | None = None,
+        *,
+        temperature: float | None = None,
     ) -> BatchedDataDict[LogprobOutputSpec]:
         """Return `logprobs`, `[batch, seq]` float32 on the CPU; position 0 and padding are 0.
 
+        Args:
+            data: This rank's rows.
+            micro_batch_size: Rows per forward. None: `policy.logprob_batch_size`.
+            temperature: Divides the logits. None: `policy.generation.temperature`, for tokens that
+                were sampled. A supervised loss needs 1.
+
         Raises:
-            ValueError: The batch lacks a key.
+            ValueError: The batch lacks a key, or the temperature is not positive.
             ResidencyError: The model is offloaded.
         """
         self._require("get_logprobs")
+        if temperature is None:
+            temperature = scoring_temperature(self._settings.sampling)
+        elif temperature <= 0:
+            raise ValueError(f"temperature={temperature} must be positive")
         return self._score_rows(
-            lambda output: {"logprobs": output.logprobs()}, data, micro_batch_size
+            lambda output: {"logprobs": output.logprobs(temperature=temperature)},
+            data,
+            micro_batch_size,
         )
 
     def get_reference_policy_logprobs(
-        self, data: BatchedDataDict, micro_batch_size: int | None = None
+        self,
+        data: BatchedDataDict,
+        micro_batch_size: int | None = None,
+        *,
+        temperature: float | None = None,
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
         """Return `reference_logprobs`, like `get_logprobs` under the reference model.
 
@@ -551,7 +587,7 @@ class EngineWorker:
         self._require("get_reference_policy_logprobs")
         # The call is checked before the swap, which copies all of the rank's weights.
         with self.use_reference_model():
-            scores = self.get_logprobs(data, micro_batch_size)
+            scores = self.get_logprobs(data, micro_batch_size, temperature=temperature)
         return BatchedDataDict({"reference_logprobs": scores["logprobs"]})
 
     def get_topk_logits(
@@ -589,9 +625,9 @@ class EngineWorker:
         data: BatchedDataDict,
         micro_batch_size: int | None,
     ) -> BatchedDataDict:
-        check_scoring_batch(data, pad_token_id=self._pad_token_id)
+        check_scoring_batch(data, vocab_size=self._engine.info.vocab_size)
         steps = self._steps(
-            data,
+            with_readable_padding(data, vocab_size=self._engine.info.vocab_size),
             local_batch_size=None,
             given=positive("micro_batch_size", micro_batch_size),
             default=self._settings.logprob_batch_size,
@@ -648,17 +684,19 @@ class EngineWorker:
         greedy: bool,
         generator: torch.Generator,
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        check_scoring_batch(data, pad_token_id=self._pad_token_id)
+        check_scoring_batch(data, vocab_size=self._engine.info.vocab_size)
         longest = self._longest_sequence
         limit = f"{longest} tokens (policy.max_total_sequence_length, or the model's own)"
         check_room(data, longest=longest, limit=limit)
         with self._scoring(), self._engine.decoders() as open_decoder:
             return generate(
                 open_decoder,
-                data,
+                with_readable_padding(data, vocab_size=self._engine.info.vocab_size),
                 sampling=sampling,
                 greedy=greedy,
                 tokenizer=self._tokenizer,
+                end_token_ids=self._end_token_ids,
+                num_token_ids=self._num_token_ids,
                 generator=generator,
                 max_total_length=longest,
                 device=self._engine.info.device,
@@ -745,7 +783,9 @@ class EngineWorker:
         self._checkpointer.finish()
 
     def save_hf_checkpoint(self, path: str, max_file_bytes: int = _MAX_FILE_BYTES) -> None:
-        """Write a directory that `AutoModelForCausalLM.from_pretrained` loads, in float32.
+        """Write a directory that `from_pretrained` loads like the model that was loaded.
+
+        Its weights have the dtype of that model, and its generation config is the same.
 
         Args:
             path: The directory.
@@ -758,12 +798,25 @@ class EngineWorker:
         """
         with self._checkpointer.replacing(path) as directory:
             write_hf_directory(
-                self._engine.export(), self._tokenizer, directory, max_file_bytes=max_file_bytes
+                self._engine.export(),
+                self._tokenizer,
+                directory,
+                max_file_bytes=max_file_bytes,
+                kept_files=self._kept_files,
             )
 
     def _require_optimizer(self, optimizer_path: str | None, *, to: str) -> None:
         if optimizer_path is not None and self._engine.optimizer is None:
             raise ValueError(f"optimizer_path={optimizer_path!r}: there is no optimizer to {to}")
+
+    def keep_random_state(self) -> None:
+        """Remember the random state for `restore_random_state`."""
+        self._kept_random_state = self._random.state_dict()
+
+    def restore_random_state(self) -> None:
+        """Return to the random state that was kept last, or stay if none was."""
+        if self._kept_random_state is not None:
+            self._random.load_state_dict(self._kept_random_state)
 
     def _random_state_of_rank(self) -> RankRandomState:
         return RankRandomState(

@@ -51,7 +51,7 @@ class LoraConfig(TypedDict):
     all but the output layer, and what peft does not adapt as a linear layer, such as experts."""
     adapter_path: NotRequired[Text]
     """A directory in peft's format with initial adapters; their `r` and `lora_alpha` must match.
-    The reference is the model without adapters."""
+    The reference is the model with these adapters; without them, the model alone."""
 
 
 class DTensorConfig(TypedDict):

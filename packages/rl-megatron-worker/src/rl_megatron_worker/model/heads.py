@@ -64,8 +64,6 @@ class TokenHead:
     """Logits and scores of the last chunk's hidden states `[own tokens, hidden]`."""
 
     chunk: nn.Module
-    temperature: float
-    """Divides the logits of every score."""
 
     @property
     def vocab_size(self) -> int:
@@ -73,7 +71,7 @@ class TokenHead:
         return cast("OutputMatrix", unwrapped(self.chunk).output_layer).vocab_size
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return gathered logits, `[tokens, vocab]` float32, not divided by the temperature."""
+        """Return gathered logits, `[tokens, vocab]` float32."""
         product = copy_to_tensor_model_parallel_region(hidden) @ output_matrix(self.chunk).T
         own = self._capped(product)
         # All-gathered with the padding of the vocabulary, as shards have to be of one size.
@@ -91,10 +89,17 @@ class TokenHead:
         cap = cast("OutputMatrix", unwrapped(self.chunk).output_layer).soft_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def scores(self, hidden: torch.Tensor, targets: torch.Tensor, *, top_k: int = 0) -> TokenScores:
+    def scores(
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+    ) -> TokenScores:
         """Return the scores of `targets`, replicated over tensor-parallel ranks."""
         options = scoring_options(self.chunk)
-        return target_scores(hidden, targets, temperature=self.temperature, top_k=top_k, **options)
+        return target_scores(hidden, targets, temperature=temperature, top_k=top_k, **options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,22 +115,23 @@ class PackedOutput:
     hidden: torch.Tensor
     """`[own tokens, hidden]`, the hidden states of the last stage."""
 
-    def logprobs(self) -> torch.Tensor:
+    def logprobs(self, *, temperature: float = 1.0) -> torch.Tensor:
         """Return token log-probabilities, `[batch, seq]` float32; 0 at 0 and padding."""
-        scores = self.head.scores(self.hidden, self.layout.targets)
+        scores = self.head.scores(self.hidden, self.layout.targets, temperature=temperature)
         return self.layout.targets_to_rows(scores.logprobs)
 
-    def logits(self, *, sharded: bool = False) -> torch.Tensor:
-        """Return the logits with temperature, `[batch, seq, vocab]` float32.
+    def logits(self, *, temperature: float = 1.0, sharded: bool = False) -> torch.Tensor:
+        """Return the logits, `[batch, seq, vocab]` float32.
 
         Args:
+            temperature: Divides the logits.
             sharded: Return a `DTensor` of that shape, sharded along the vocabulary over the
                 tensor-parallel ranks. Without tensor parallelism it is a plain tensor all the same.
         """
         group = scoring_options(self.head.chunk)["tp_group"]
         if not sharded or group.size() == 1:
-            return self.layout.to_rows(self.head.logits(self.hidden) / self.head.temperature)
-        local = self.layout.to_rows(self.head.local_logits(self.hidden) / self.head.temperature)
+            return self.layout.to_rows(self.head.logits(self.hidden) / temperature)
+        local = self.layout.to_rows(self.head.local_logits(self.hidden) / temperature)
         shape = torch.Size([*local.shape[:-1], self.head.vocab_size])
         # Ranks hold ceil(vocab / tp) rows of the output matrix and the last ones fewer, just as
         # DTensor shards a size that does not divide.

@@ -26,7 +26,7 @@ from rl_policy.config import (
     flatten,
     nest,
     new_run_config,
-    parse_overrides,
+    parse_run_overrides,
 )
 from rl_policy.generation.vllm.config import VllmSection
 
@@ -128,7 +128,7 @@ def convert(path: Path, overrides: list[str] | None = None) -> Conversion:
         writer.convert(key, value)
     writer.finish()
     settings = nest(writer.settings)
-    settings = merge_sections(settings, parse_overrides(overrides or []))
+    settings = merge_sections(settings, parse_run_overrides(recipe, overrides or []))
     problem = None
     try:
         new_run_config(recipe, settings)

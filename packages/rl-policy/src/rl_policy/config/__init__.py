@@ -7,7 +7,6 @@ Keys, types and ranges are pydantic's to check; the section `policy` is
 """
 
 from rl_policy.config.loading import (
-    add_arithmetic,
     flatten,
     join_settings,
     load_run_config,
@@ -15,13 +14,14 @@ from rl_policy.config.loading import (
     new_run_config,
     override_resumed,
     override_resumed_with,
-    parse_overrides,
     parse_run_config,
+    parse_run_overrides,
     parse_section,
     parse_server,
     read_yaml,
     render_run_config,
 )
+from rl_policy.config.overrides import add_arithmetic, parse_overrides
 from rl_policy.config.policy import (
     BUILTIN_MODEL,
     BUILTIN_POLICY,
@@ -32,6 +32,7 @@ from rl_policy.config.policy import (
     resolve_policy,
 )
 from rl_policy.config.sections import (
+    EXACT_MATCH,
     CheckpointSection,
     ClusterSection,
     DataSection,
@@ -50,6 +51,7 @@ __all__ = [
     "BUILTIN_MODEL",
     "BUILTIN_POLICY",
     "DEFAULT_POLICY",
+    "EXACT_MATCH",
     "CheckpointSection",
     "ClusterSection",
     "DataSection",
@@ -74,6 +76,7 @@ __all__ = [
     "override_resumed_with",
     "parse_overrides",
     "parse_run_config",
+    "parse_run_overrides",
     "parse_section",
     "parse_server",
     "read_yaml",

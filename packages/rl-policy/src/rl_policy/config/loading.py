@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from rl_interfaces.config.resolve import merge_sections
 
+from rl_policy.config.overrides import add_arithmetic, parse_overrides
 from rl_policy.config.policy import (
     BUILTIN_MODEL,
     BUILTIN_POLICY,
@@ -23,7 +22,7 @@ from rl_policy.config.policy import (
     Settings,
     merge_policy,
 )
-from rl_policy.config.sections import RunConfig, SectionT, run_config_type
+from rl_policy.config.sections import EXACT_MATCH, RunConfig, SectionT, run_config_type
 from rl_policy.data.rewards import GivenReward
 from rl_policy.data.rows import GivenRows
 from rl_policy.environments.pool import GivenEnvironment
@@ -31,15 +30,6 @@ from rl_policy.recipes import Recipe, find_recipe, installed_recipes
 
 # Keys that leave the steps taken so far valid, beside the numbers of steps and `checkpoint.*`.
 _OF_THE_MACHINE = ("cluster.restarts", "cluster.fork_workers", "logger")
-# What files of NeMo RL compute with: `${mul:${policy.max_total_sequence_length}, 4}`.
-_RESOLVERS: Mapping[str, Callable[..., Any]] = {
-    "mul": lambda *factors: math.prod(factors),
-    "add": lambda *terms: sum(terms),
-    "sub": lambda first, second: first - second,
-    "div": lambda first, second: first // second,
-    "max": max,
-    "min": min,
-}
 
 
 def load_run_config(
@@ -51,13 +41,27 @@ def load_run_config(
         recipe: The command.
         path: A YAML file. It may hold sections of other installed recipes, so that one file serves
             several commands; those are checked for keys and types only.
-        overrides: `section.key=value`, the value in YAML; they take precedence over the file.
+        overrides: `section.key=value`, see `parse_overrides`; they take precedence over the file.
 
     Raises:
         ValueError: The file cannot be read, or its content is wrong; one line that names the key.
     """
     given = read_yaml(path) if path is not None else {}
-    return new_run_config(recipe, merge_sections(given, parse_overrides(overrides)))
+    return new_run_config(recipe, merge_sections(given, parse_run_overrides(recipe, overrides)))
+
+
+def parse_run_overrides(recipe: str, overrides: Sequence[str]) -> Settings:
+    """Return `section.key=value` arguments for a run as nested mappings, see `parse_overrides`.
+
+    Args:
+        recipe: The command.
+        overrides: The arguments.
+
+    Raises:
+        ValueError: An argument cannot be read; one line that names the key.
+    """
+    sections = {each.partition("=")[0].partition(".")[0]: None for each in overrides}
+    return parse_overrides(overrides, _config_type(find_recipe(recipe), sections))
 
 
 def new_run_config(recipe: str, given: Mapping[str, object]) -> RunConfig:
@@ -122,7 +126,8 @@ def parse_server(
     Raises:
         ValueError: Names the key and the value, in one line.
     """
-    given = merge_sections({} if path is None else read_yaml(path), parse_overrides(overrides))
+    overriding = parse_overrides(overrides, kind)
+    given = merge_sections({} if path is None else read_yaml(path), overriding)
     config = parse_section(kind, merge_sections(base, given))
     policy = getattr(config, "policy", {})
     if "model_name" in policy:
@@ -145,7 +150,7 @@ def override_resumed(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     Raises:
         ValueError: Another key, or an invalid value.
     """
-    return override_resumed_with(config, parse_overrides(overrides))
+    return override_resumed_with(config, parse_overrides(overrides, type(config)))
 
 
 def override_resumed_with(config: RunConfig, given: Mapping[str, object]) -> RunConfig:
@@ -180,47 +185,6 @@ def read_yaml(path: Path) -> Settings:
         raise ValueError(f"cannot read the config {path}: {_one_line(error)}") from error
     if not isinstance(content, dict):
         raise ValueError(f"the config {path} must hold a mapping")
-    return {str(key): value for key, value in content.items()}
-
-
-def add_arithmetic() -> None:
-    """Let interpolations of OmegaConf compute: `mul`, `add`, `sub`, `div`, `max` and `min`.
-
-    One that a program has registered under such a name stays.
-    """
-    with warnings.catch_warnings():
-        # Newer versions have another name for it, which older ones lack.
-        warnings.simplefilter("ignore", UserWarning)
-        for name, resolver in _RESOLVERS.items():
-            if not OmegaConf.has_resolver(name):
-                OmegaConf.register_new_resolver(name, resolver)
-
-
-def parse_overrides(overrides: Sequence[str]) -> Settings:
-    """Return `section.key=value` arguments as nested mappings.
-
-    Raises:
-        ValueError: An argument has no `=`, or a value is no YAML.
-    """
-    seen: dict[str, str] = {}
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        if not (key and equals):
-            raise ValueError(f"cannot read {override!r}: expected section.key=value")
-        if not value.strip():
-            raise ValueError(f"{key}= has no value: give one, or {key}=null for none")
-        if key in seen:
-            raise ValueError(f"{key} is given twice, as {seen[key]} and {override}: give it once")
-        seen[key] = override
-    given = " ".join(overrides)
-    add_arithmetic()
-    try:
-        content = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)), resolve=True)
-    except RecursionError:
-        raise ValueError(f"cannot read {given[:80]}: it is nested too deeply") from None
-    except (AttributeError, TypeError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"cannot read {given}: {_one_line(error)}") from error
-    assert isinstance(content, dict)
     return {str(key): value for key, value in content.items()}
 
 
@@ -297,6 +261,13 @@ def _add_defaults(given: Settings, recipe: Recipe) -> Settings:
     for layer in layers:
         base = merge_policy(base, layer)
     complete = merge_sections({**(recipe.builtin if is_builtin else {}), "policy": {}}, given)
+    reward, sft = given.get("reward"), given.get("sft")
+    functions = reward.get("function") if isinstance(reward, Mapping) else None
+    is_chosen = isinstance(sft, Mapping) and "stop_pass_rate" in sft
+    has_default = is_builtin and "sft" in recipe.builtin and not is_chosen
+    if has_default and functions not in (None, EXACT_MATCH, [EXACT_MATCH]):
+        # The built-in model's own default is for the reward that is a share of solved problems.
+        complete["sft"] = merge_sections(complete.get("sft") or {}, {"stop_pass_rate": None})
     complete["policy"] = merge_policy(base, policy)
     complete["policy"].setdefault("seed", given.get("seed", RunConfig.model_fields["seed"].default))
     if is_builtin:

@@ -31,6 +31,9 @@ from rl_policy.recipes import find_recipe
 
 SectionT = TypeVar("SectionT", bound="Section")
 
+EXACT_MATCH = "exact_match"
+"""Among `reward.function`: the reward of a run without functions."""
+
 # 4 GiB in float32, beside as much of gradients and twice as much of Adam's moments.
 _MOST_TINY_WEIGHTS = 2**30
 
@@ -121,21 +124,28 @@ class DataSection(Section):
     """The training data: the user's problems or preference pairs, or generated doublings."""
 
     path: str | list[str] | SkipValidation[GivenRows] | None = None
-    """JSON lines with the texts `prompt` and `answer`; for preferences `prompt`, `chosen` and
-    `rejected`. Or Parquet, a directory or the name of a Hugging Face dataset, or several of these.
-    null: doublings."""
+    """JSON lines with `prompt` and `answer`; for preferences `prompt`, `chosen` and `rejected`. Or
+    Parquet, a directory or the name of a Hugging Face dataset, or several of these. null:
+    doublings, which only the model that is built here is trained on."""
     heldout_path: str | list[str] | SkipValidation[GivenRows] | None = None
     """Data of the same format, for evaluation only. null: held out of the training data."""
     weights: list[Annotated[float, Field(gt=0)]] | None = None
     """Of several paths, in their order: their shares in what is drawn. null: all rows alike."""
     columns: dict[Literal["prompt", "answer", "chosen", "rejected", "messages", "tools"], str] = {}
-    """Names of the data for ours, for example {prompt: question}."""
+    """Names of the data for ours, for example {prompt: question, answer: solution}. A row that has
+    our name alone is read by that."""
     split: str = Field(default="train", min_length=1)
     """The split of a Hugging Face dataset that has several."""
-    num_heldout: int = Field(default=256, ge=1, le=MOST)
-    """Prompts that accuracy is measured on, and that are never trained on."""
-    num_validation: int = Field(default=256, ge=1, le=MOST)
-    """Problems that sft.stop_pass_rate is measured on, held out if that is set."""
+    num_heldout: int | None = Field(default=None, ge=1, le=MOST)
+    """Prompts that are measured and never trained on, with all of their rows. null: 256, at most a
+    tenth of the prompts."""
+    num_validation: int | None = Field(default=None, ge=1, le=MOST)
+    """Prompts that sft.stop_pass_rate is measured on, held out if that is set. null: 256, at most a
+    tenth."""
+    overlong: Literal["error", "drop", "truncate"] = "error"
+    """Rows with more tokens than a sequence may have: `error` refuses them before the start, `drop`
+    leaves them out, `truncate` cuts an answer at its end, and a prompt that is sampled from at its
+    beginning. They are counted, and the first is named."""
     # All of them are in memory, each as a problem and several demonstrations.
     max_number: int = Field(default=9999, ge=9, le=1_000_000)
     """Largest number that is doubled in the problems made here."""
@@ -194,6 +204,11 @@ class RewardSection(Section):
         if self.function is None:
             return []
         return self.function if isinstance(self.function, list) else [self.function]
+
+    @property
+    def is_solved_share(self) -> bool:
+        """Whether the mean reward is the share of the problems that are solved."""
+        return self.functions in ([], [EXACT_MATCH]) and self.weights in (None, [1.0])
 
 
 class EnvironmentSection(Section):
@@ -273,7 +288,7 @@ class CheckpointSection(Section):
     every: int = Field(default=25, ge=1, le=MOST)
     """Steps between two checkpoints."""
     keep_last: int = Field(default=2, ge=1, le=MOST)
-    """Newest checkpoints that are kept; the best, by accuracy, is kept besides."""
+    """Newest checkpoints that are kept; the best on held-out data is kept besides."""
     skip_when_full: bool = False
     """Go on without a checkpoint for which the disk has no room. false: the run ends."""
 

@@ -50,6 +50,10 @@ class ProblemEncoder(ChatTokenizer):
         )
         self.pad_id = special_id(tokenizer, "pad_token")
         self._stop_strings = tuple(stop_strings)
+        self.max_prompt_tokens: int | None = None
+        """Most tokens of a prompt in `prompt_batch`, which keeps its last ones. None: any."""
+        self.max_row_tokens: int | None = None
+        """Most tokens of a row in `answer_batch`, which keeps its first ones. None: any."""
 
     def answer_tokens(self, problems: Sequence[Problem]) -> list[list[int]]:
         """Return the tokens of the answers, which follow those of the prompts."""
@@ -57,7 +61,10 @@ class ProblemEncoder(ChatTokenizer):
 
     def prompt_batch(self, problems: Sequence[Problem]) -> Batch:
         """Return `input_ids` `[batch, seq]` and `input_lengths` `[batch]` of the prompts."""
-        return self.token_batch(self.prompt_tokens(problems))
+        rows = self.prompt_tokens(problems)
+        if self.max_prompt_tokens is not None:
+            rows = [row[-self.max_prompt_tokens :] for row in rows]
+        return self.token_batch(rows)
 
     def token_batch(self, rows: Sequence[Sequence[int]]) -> Batch:
         """Return `input_ids` `[batch, seq]` and `input_lengths` `[batch]` of rows of tokens."""
@@ -66,10 +73,11 @@ class ProblemEncoder(ChatTokenizer):
     def answer_batch(self, problems: Sequence[Problem]) -> Batch:
         """Return prompts with their answers, whose tokens are the targets."""
         examples = self.examples(problems)
-        rows = self._pad([each.tokens for each in examples])
+        rows = self._pad([each.tokens[: self.max_row_tokens] for each in examples])
         masks = torch.zeros_like(rows["input_ids"])
         for row, each in enumerate(examples):
-            masks[row, : len(each.targets)] = torch.tensor(each.targets)
+            targets = each.targets[: self.max_row_tokens]
+            masks[row, : len(targets)] = torch.tensor(targets)
         # The first token of a row follows nothing that could predict it.
         masks[:, 0] = 0
         return BatchedDataDict(
@@ -142,7 +150,7 @@ def completion_batch(
     Args:
         generated: What `Policy.generate` returned, `[batch, seq]`; or episodes, which have their
             own `token_mask` and `sample_mask`.
-        advantages: `[batch]` float32; every token of a completion gets that of its completion.
+        advantages: `[batch]`, any float; every token of a completion gets that of its completion.
             None: the batch has none yet.
     """
     ends = generated["unpadded_sequence_lengths"]
@@ -158,7 +166,8 @@ def completion_batch(
     if "routed_experts" in generated:
         columns["routed_experts"] = generated["routed_experts"]
     if advantages is not None:
-        columns["advantages"] = advantages[:, None].expand(columns["input_ids"].shape).contiguous()
+        tokens = advantages.float()[:, None].expand(columns["input_ids"].shape)
+        columns["advantages"] = tokens.contiguous()
     return BatchedDataDict({**columns, **masks})
 
 

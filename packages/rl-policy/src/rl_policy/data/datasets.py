@@ -9,14 +9,28 @@ from __future__ import annotations
 
 import logging
 import random
+from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeGuard, TypeVar
 
+import numpy as np
 import regex
 
+from rl_policy.data.items import (
+    LazyItems,
+    digest_items,
+    first_rows,
+    frozen,
+    is_among,
+    keys_of,
+    ordered_prompts,
+    prompt_key,
+    select,
+    sources_of,
+)
 from rl_policy.data.messages import (
     ASSISTANT,
     Message,
@@ -28,7 +42,15 @@ from rl_policy.data.messages import (
     usable_tools,
 )
 from rl_policy.data.preferences import read_pair
-from rl_policy.data.rows import GivenRows, Row, read_rows, rename_columns, require_text
+from rl_policy.data.rows import (
+    GivenRows,
+    Row,
+    read_rows,
+    rename_columns,
+    require_columns,
+    require_text,
+    text_of,
+)
 
 ItemT = TypeVar("ItemT")
 SourcedT = TypeVar("SourcedT", bound="Problem | PreferencePair")
@@ -37,6 +59,11 @@ Source: TypeAlias = str | Path | GivenRows
 """Where rows are read from, see `rl_policy.data.rows.read_rows`."""
 
 _LOGGER = logging.getLogger(__name__)
+
+MOST_HELDOUT = 256
+"""The prompts that are held out by default, of 2560 or more."""
+# In UTF-8.
+_BYTES_OF_A_CHARACTER = 4
 
 # Long enough for any pattern that reads a text once for each of its characters.
 _SEARCH_LIMIT_S = 1.0
@@ -61,13 +88,25 @@ class Problem:
     source: int = field(default=0, compare=False)
     """Which of several files it is from."""
     place: str = field(default="", compare=False)
-    """The file and line that it is from, for errors."""
+    """File and line, or the index in what was given."""
     completion: Sequence[Message] = field(default=(), compare=False)
     """The messages of the answer, for the chat template; empty: `answer` is a text."""
     tools: Sequence[Mapping[str, Any]] = field(default=(), compare=False)
     """Schemas of tools, for the chat template."""
     imitates_turns: bool = field(default=False, compare=False)
     """Whether supervised training imitates the assistant's turns in `messages` too."""
+
+    @property
+    def text_bytes(self) -> int:
+        """The most bytes of its texts in UTF-8, with all of a conversation that is shown."""
+        if self.messages or self.completion:
+            return _BYTES_OF_A_CHARACTER * len(repr(self))
+        return len(self.prompt.encode()) + len(self.answer.encode())
+
+    @property
+    def answer_bytes(self) -> int:
+        """The bytes of its answer in UTF-8."""
+        return len(self.answer.encode())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,21 +121,26 @@ class ProblemSets:
             here may be wrong.
     """
 
-    train: tuple[Problem, ...]
-    heldout: tuple[Problem, ...]
-    validation: tuple[Problem, ...]
-    demonstrations: tuple[Problem, ...]
+    train: Sequence[Problem]
+    heldout: Sequence[Problem]
+    validation: Sequence[Problem]
+    demonstrations: Sequence[Problem]
 
     def __post_init__(self) -> None:
         """Check that what is measured is not trained on."""
         train, heldout, validation = (
-            {problem.prompt for problem in problems}
-            for problems in (self.train, self.heldout, self.validation)
+            keys_of(each) for each in (self.train, self.heldout, self.validation)
         )
-        assert not train & heldout
-        assert not train & validation
-        assert not heldout & validation
-        assert {problem.prompt for problem in self.demonstrations} <= train
+        assert not is_among(train, heldout).any()
+        assert not is_among(train, validation).any()
+        assert not is_among(heldout, validation).any()
+        if self.demonstrations is not self.train:
+            assert is_among(keys_of(self.demonstrations), train).all()
+
+    def digests(self) -> dict[str, str]:
+        """Return a digest of the rows of each set, with their number."""
+        sets = {"train": self.train, "held out": self.heldout, "validation": self.validation}
+        return {name: f"{len(rows)} rows {digest_items(rows)}" for name, rows in sets.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +155,23 @@ class PreferencePair:
     source: int = field(default=0, compare=False)
     """Which of several files it is from."""
     place: str = field(default="", compare=False)
-    """The file and line that it is from, for errors."""
+    """File and line, or the index in what was given."""
     chosen_messages: Sequence[Message] = field(default=(), compare=False)
     """The preferred completion as messages after `messages`; empty: `chosen` is a text."""
     rejected_messages: Sequence[Message] = field(default=(), compare=False)
     """The other completion as messages."""
     tools: Sequence[Mapping[str, Any]] = field(default=(), compare=False)
     """As those of a `Problem`."""
+
+    @property
+    def text_bytes(self) -> int:
+        """As that of a `Problem`, of the longer completion."""
+        return max(row.text_bytes for row in self.rows)
+
+    @property
+    def answer_bytes(self) -> int:
+        """The bytes of the longer completion in UTF-8."""
+        return max(row.answer_bytes for row in self.rows)
 
     @property
     def rows(self) -> tuple[Problem, Problem]:
@@ -148,8 +202,13 @@ class PairSets:
         heldout: What is measured.
     """
 
-    train: tuple[PreferencePair, ...]
-    heldout: tuple[PreferencePair, ...]
+    train: Sequence[PreferencePair]
+    heldout: Sequence[PreferencePair]
+
+    def digests(self) -> dict[str, str]:
+        """Return a digest of the rows of each set, with their number."""
+        sets = {"train": self.train, "held out": self.heldout}
+        return {name: f"{len(rows)} rows {digest_items(rows)}" for name, rows in sets.items()}
 
 
 class Stream(Protocol[ItemT]):
@@ -180,7 +239,7 @@ class ShuffledStream(Generic[ItemT]):
         self._items = items
         self._seed = seed
         self._epoch = -1
-        self._order: list[int] = []
+        self._order = array("q")
 
     def take(self, count: int) -> list[ItemT]:
         """Return the next `count` items, and advance."""
@@ -191,7 +250,7 @@ class ShuffledStream(Generic[ItemT]):
     def _at(self, position: int) -> ItemT:
         epoch, index = divmod(position, len(self._items))
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, list(range(len(self._items)))
+            self._epoch, self._order = epoch, array("q", range(len(self._items)))
             random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
         return self._items[self._order[index]]
 
@@ -251,7 +310,8 @@ def open_stream(
     """
     if weights is None:
         return ShuffledStream(items, seed=seed, position=position)
-    groups = [[each for each in items if each.source == number] for number in range(len(weights))]
+    sources = sources_of(items)
+    groups = [select(items, np.flatnonzero(sources == number)) for number in range(len(weights))]
     return WeightedStream(groups, weights, seed=seed, position=position)
 
 
@@ -276,6 +336,8 @@ class ExactMatch:
     Raises:
         ValueError: The pattern is no regular expression, or takes exponentially long.
     """
+
+    is_solved_share = True
 
     def __init__(self, answer_pattern: str | None = None) -> None:
         key = f"reward.answer_pattern={answer_pattern!r}"
@@ -336,14 +398,15 @@ def read_problems(
     columns: Mapping[str, str] | None = None,
     split: str = "train",
     needs_answer: bool = True,
-) -> list[Problem]:
+) -> Sequence[Problem]:
     """Return the problems of one or several sources.
 
-    A row has the texts `prompt` and `answer`. Instead of the prompt it may have a conversation: a
-    list of messages as `prompt`, or as `messages`, whose last one is the answer if its role is
-    `assistant`; then supervised training imitates every turn of the assistant. Messages keep all
-    of their keys, and `tools` of a conversation are the schemas of its tools. Further fields become
-    the problem's `columns`.
+    A row has the text `prompt`, and as `answer` a text, a number, a boolean or a list, of which the
+    text in JSON is the answer. Instead of the prompt it may have a conversation: a list of messages
+    as `prompt`, or as `messages`, whose last one is the answer if its role is `assistant`; then
+    supervised training imitates every turn of the assistant. Messages keep all of their keys, and
+    `tools` of a conversation are the schemas of its tools. Further fields become the problem's
+    `columns`.
 
     Example, in JSON lines:
         {"prompt": "27+35=", "answer": "62"}
@@ -358,19 +421,23 @@ def read_problems(
         needs_answer: Whether a row has to have an answer; otherwise it may be missing.
 
     Raises:
-        ValueError: A source cannot be read, is empty, or a row is malformed or repeats a prompt;
-            the message names file and line.
+        ValueError: A source cannot be read, is empty, or a row is malformed; the message names file
+            and line.
     """
-    problems: list[Problem] = []
-    first_place: dict[str, str] = {}
-    for number, row in _sourced_rows(sources, key=key, columns=columns, split=split):
-        problem = _problem(row, source=number, needs_answer=needs_answer)
-        if problem.prompt in first_place:
-            first = first_place[problem.prompt]
-            raise ValueError(f"{row.place}: the prompt of {first} again")
-        first_place[problem.prompt] = row.place
-        problems.append(problem)
-    return problems
+    needed = ("prompt", "answer") if needs_answer else ("prompt",)
+    prompt_name, answer_name = ((columns or {}).get(name, name) for name in ("prompt", "answer"))
+
+    def read(row: Row, number: int) -> Problem:
+        fields = row.fields
+        if len(fields) == 2:
+            # Most rows are two plain texts, and there may be millions of them.
+            prompt, answer = fields.get(prompt_name), fields.get(answer_name)
+            if _is_plain(prompt) and _is_plain(answer):
+                return Problem(prompt, answer, {}, (), number, row.place)
+        prepared = _prepare_row(row, columns=columns, needed=needed)
+        return _problem(prepared, source=number, needs_answer=needs_answer)
+
+    return _read_items(sources, read, key=key, split=split)
 
 
 def read_pairs(
@@ -379,7 +446,7 @@ def read_pairs(
     key: str,
     columns: Mapping[str, str] | None = None,
     split: str = "train",
-) -> list[PreferencePair]:
+) -> Sequence[PreferencePair]:
     """Return the preference pairs of one or several sources.
 
     A row has `chosen` and `rejected`: texts, or messages that end with the policy's turn, with or
@@ -399,7 +466,13 @@ def read_pairs(
     unnamed: list[str] = []
 
     def read(row: Row, number: int) -> PreferencePair:
-        pair, has_prompt = _pair(row, source=number)
+        renamed = rename_columns(row, columns) if columns else row
+        needed = ("prompt", "chosen", "rejected")
+        if renamed.fields.keys() >= {"chosen", "rejected"} or len(renamed.fields) < len(needed):
+            # They may begin with the prompt themselves.
+            needed = needed[1:]
+        prepared = _prepare_row(renamed, columns=None, needed=needed)
+        pair, has_prompt = _pair(prepared, source=number)
         if not has_prompt and not unnamed:
             unnamed.append(row.place)
             _LOGGER.warning(
@@ -408,8 +481,7 @@ def read_pairs(
             )
         return pair
 
-    listed = _sourced_rows(sources, key=key, columns=columns, split=split)
-    return [read(row, number) for number, row in listed]
+    return _read_items(sources, read, key=key, split=split)
 
 
 def _pair(row: Row, *, source: int) -> tuple[PreferencePair, bool]:
@@ -429,18 +501,37 @@ def _pair(row: Row, *, source: int) -> tuple[PreferencePair, bool]:
     return pair, fields.has_prompt
 
 
-def _sourced_rows(
+def _is_plain(value: Any) -> TypeGuard[str]:
+    """Return whether a value is a text that needs no further check."""
+    return type(value) is str and value.isascii() and not value.isspace() and value != ""
+
+
+def _read_items(
     sources: Source | Sequence[Source],
+    read: Callable[[Row, int], SourcedT],
     *,
     key: str,
-    columns: Mapping[str, str] | None,
     split: str,
-) -> Iterator[tuple[int, Row]]:
-    """Yield the rows of all sources, each with the number of its source."""
+) -> Sequence[SourcedT]:
+    """Return the items of all sources: a list, or `LazyItems` if there are very many."""
     listed = [sources] if isinstance(sources, str | Path | GivenRows) else sources
-    for number, source in enumerate(listed):
-        for row in read_rows(source, key=key, split=split):
-            yield number, rename_columns(row, columns or {})
+    tables = [read_rows(source, key=key, split=split) for source in listed]
+    if all(isinstance(table, list) for table in tables):
+        return [read(row, number) for number, table in enumerate(tables) for row in table]
+    return LazyItems(tables, read)
+
+
+def _prepare_row(row: Row, *, columns: Mapping[str, str] | None, needed: Sequence[str]) -> Row:
+    """Return a row with our names of its columns, all that are needed, and texts of its values."""
+    renamed = rename_columns(row, columns) if columns else row
+    require_columns(renamed, needed)
+    fields = dict(renamed.fields)
+    if "answer" in fields and not _is_conversation(fields["answer"]):
+        fields["answer"] = text_of(fields["answer"])
+    for name in ("chosen", "rejected"):
+        if isinstance(fields.get(name), bool | int | float):
+            fields[name] = text_of(fields[name])
+    return Row(row.place, fields)
 
 
 def _problem(row: Row, *, source: int, needs_answer: bool) -> Problem:
@@ -502,78 +593,104 @@ def divide_problems(
     problems: Sequence[Problem],
     *,
     heldout: Sequence[Problem] | None,
-    num_heldout: int,
-    num_validation: int,
+    num_heldout: int | None,
+    num_validation: int | None,
     seed: int,
 ) -> ProblemSets:
-    """Return the problems of a run, divided at random.
+    """Return the problems of a run, divided by prompt.
+
+    Which prompts are measured follows from the seed and the prompts' hashes: the smallest ones are.
+    Rows that are added or reordered take no prompt from what is trained on. Of a prompt that is
+    measured the first row is taken; all rows of the others are trained on.
 
     Args:
-        problems: All problems, without repeated prompts.
-        heldout: Problems to measure on; None holds out `num_heldout` of `problems`.
-        num_heldout: Not read if `heldout` is given.
-        num_validation: Problems to stop supervised fine-tuning by.
+        problems: All problems.
+        heldout: Problems to measure on; None holds out `num_heldout` prompts of `problems`.
+        num_heldout: Not read if `heldout` is given. None: 256, at most a tenth of the prompts.
+        num_validation: Prompts to stop supervised fine-tuning by. None: as for `num_heldout`.
         seed: Of the division.
 
     Raises:
         ValueError: Too few problems, or one to train on that is held out; the message names keys
             and numbers.
     """
-    shuffled = random.Random(f"{seed}/division").sample(list(problems), len(problems))
-    if heldout is None:
-        heldout, shuffled = shuffled[:num_heldout], shuffled[num_heldout:]
-    if num_validation >= len(shuffled):
+    keys = keys_of(problems)
+    prompts = ordered_prompts(keys, seed=seed)
+    default = default_heldout(len(prompts))
+    num_heldout = default if num_heldout is None else num_heldout
+    num_validation = default if num_validation is None else num_validation
+    first = 0 if heldout is not None else num_heldout
+    if first + num_validation >= len(prompts):
         raise ValueError(
-            f"data.path holds {len(problems)} problems: data.num_heldout={num_heldout} and "
+            f"data.path holds {len(prompts)} problems: data.num_heldout={num_heldout} and "
             f"data.num_validation={num_validation} leave none to train on: set them to a part of "
-            f"these, such as data.num_heldout={max(1, len(problems) // 10)}, or name another file "
-            "by data.heldout_path"
+            f"these, such as data.num_heldout={default}, or name another file by data.heldout_path"
         )
-    _require_disjoint(shuffled, heldout)
-    train = tuple(shuffled[num_validation:])
+    validation = prompts[first : first + num_validation]
+    train = select(problems, np.flatnonzero(~is_among(keys, prompts[: first + num_validation])))
+    if heldout is None:
+        heldout = select(problems, first_rows(keys, prompts[:first]))
+    else:
+        # Validation problems too: none of them is to be measured.
+        _require_disjoint(problems, heldout)
     return ProblemSets(
         train=train,
-        heldout=tuple(heldout),
-        validation=tuple(shuffled[:num_validation]),
+        heldout=frozen(heldout),
+        validation=select(problems, first_rows(keys, validation)),
         demonstrations=train,
     )
+
+
+def default_heldout(num_prompts: int) -> int:
+    """Return the prompts that are held out if the configuration does not say."""
+    return max(1, min(MOST_HELDOUT, num_prompts // 10))
 
 
 def divide_pairs(
     pairs: Sequence[PreferencePair],
     *,
     heldout: Sequence[PreferencePair] | None,
-    num_heldout: int,
+    num_heldout: int | None,
     seed: int,
 ) -> PairSets:
-    """Return the pairs of a run, divided at random by prompt.
+    """Return the pairs of a run, divided by prompt, see `divide_problems`.
 
     Args:
         pairs: All pairs.
         heldout: Pairs to measure on; None holds out those of `num_heldout` prompts.
-        num_heldout: Not read if `heldout` is given.
+        num_heldout: Not read if `heldout` is given. None: 256, at most a tenth of the prompts.
         seed: Of the division.
 
     Raises:
         ValueError: Too few prompts, or one to train on that is held out.
     """
-    prompts = sorted({pair.prompt for pair in pairs})
-    if heldout is None:
-        if num_heldout >= len(prompts):
-            raise ValueError(
-                f"data.path holds pairs of {len(prompts)} prompts: data.num_heldout={num_heldout} "
-                "leaves none to train on: set a part of these, such as "
-                f"{max(1, len(prompts) // 10)}, or name another file by data.heldout_path"
-            )
-        measured = set(random.Random(f"{seed}/division").sample(prompts, num_heldout))
-        heldout = [pair for pair in pairs if pair.prompt in measured]
-        pairs = [pair for pair in pairs if pair.prompt not in measured]
-    _require_disjoint(pairs, heldout)
-    return PairSets(train=tuple(pairs), heldout=tuple(heldout))
+    if heldout is not None:
+        _require_disjoint(pairs, heldout)
+        return PairSets(train=frozen(pairs), heldout=frozen(heldout))
+    keys = keys_of(pairs)
+    prompts = ordered_prompts(keys, seed=seed)
+    default = default_heldout(len(prompts))
+    num_heldout = default if num_heldout is None else num_heldout
+    if num_heldout >= len(prompts):
+        raise ValueError(
+            f"data.path holds pairs of {len(prompts)} prompts: data.num_heldout={num_heldout} "
+            f"leaves none to train on: set a part of these, such as {default}, or name another "
+            "file by data.heldout_path"
+        )
+    is_measured = is_among(keys, prompts[:num_heldout])
+    return PairSets(
+        train=select(pairs, np.flatnonzero(~is_measured)),
+        heldout=select(pairs, np.flatnonzero(is_measured)),
+    )
 
 
 def arithmetic_problems(
-    *, max_number: int, num_heldout: int, num_validation: int, careless_share: float, seed: int
+    *,
+    max_number: int,
+    num_heldout: int | None,
+    num_validation: int | None,
+    careless_share: float,
+    seed: int,
 ) -> ProblemSets:
     """Return the doublings of all numbers up to `max_number`, divided at random.
 
@@ -585,8 +702,8 @@ def arithmetic_problems(
 
     Args:
         max_number: Largest number that is doubled.
-        num_heldout: Problems to measure accuracy on.
-        num_validation: Problems to stop supervised fine-tuning by.
+        num_heldout: Problems to measure accuracy on. None: 256, at most a tenth.
+        num_validation: Problems to stop supervised fine-tuning by. None: the same.
         careless_share: Share of the demonstrations that forget to carry, see `careless_double`.
         seed: Of the division.
 
@@ -594,6 +711,9 @@ def arithmetic_problems(
         ValueError: There are too few numbers; the message names keys and numbers.
     """
     numbers = list(range(max_number + 1))
+    default = default_heldout(len(numbers))
+    num_heldout = default if num_heldout is None else num_heldout
+    num_validation = default if num_validation is None else num_validation
     num_measured = num_heldout + num_validation
     if num_measured >= len(numbers):
         raise ValueError(
@@ -615,7 +735,7 @@ def arithmetic_problems(
     )
 
 
-def arithmetic_pairs(*, max_number: int) -> list[PreferencePair]:
+def arithmetic_pairs(*, max_number: int) -> Sequence[PreferencePair]:
     """Return a pair for each number up to `max_number` whose double carries a digit.
 
     The right double is preferred to that of someone who forgets to carry.
@@ -643,10 +763,13 @@ def _doubling(number: int, *, is_careless: bool = False) -> Problem:
 
 
 def _require_disjoint(
-    train: Sequence[Problem | PreferencePair], heldout: Sequence[Problem | PreferencePair]
+    train: Sequence[Problem] | Sequence[PreferencePair],
+    heldout: Sequence[Problem] | Sequence[PreferencePair],
 ) -> None:
-    shared = {item.prompt for item in train} & {item.prompt for item in heldout}
-    if shared:
+    shared = np.intersect1d(keys_of(train), keys_of(heldout))
+    if len(shared):
+        one = next(each for each in heldout if prompt_key(each.prompt) in shared)
         raise ValueError(
-            f"data.path and data.heldout_path share {len(shared)} prompts, one is {min(shared)!r}"
+            f"data.path and data.heldout_path share {len(shared)} prompts, one is {one.prompt!r}: "
+            "take them out of one of the two"
         )

@@ -33,6 +33,15 @@ class Reward(Protocol):
         ...
 
 
+def is_solved_share(reward: Reward) -> bool:
+    """Return whether the mean of a reward is the share of the problems that are solved.
+
+    A reward says so by its attribute `is_solved_share`: it is 1 for a solved problem and 0 for any
+    other. A function of the user's may return any number.
+    """
+    return getattr(reward, "is_solved_share", False)
+
+
 class RewardError(RuntimeError):
     """A reward function gave no rewards. The message names it, the sample, and what was wrong.
 
@@ -72,6 +81,8 @@ class WeightedRewards:
     def __init__(self, rewards: Mapping[str, Reward], weights: Sequence[float]) -> None:
         self._rewards = dict(rewards)
         self._weights = dict(zip(rewards, weights, strict=True))
+        (first, *others), (weight, *_) = rewards.values(), weights
+        self.is_solved_share = not others and weight == 1 and is_solved_share(first)
 
     def __call__(self, completions: Sequence[str], problems: Sequence[Problem]) -> Rewards:
         """See `Reward`."""

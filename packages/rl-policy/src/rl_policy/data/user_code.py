@@ -127,7 +127,7 @@ def end_process(process: subprocess.Popen[bytes], *, grace_s: float) -> None:
         process.wait(timeout=grace_s)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait(timeout=10)
+        process.wait()
 
 
 def detach_standard_streams() -> None:

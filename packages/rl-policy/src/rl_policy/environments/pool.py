@@ -35,11 +35,11 @@ from rl_policy.environments.server import MESSAGE_BYTES
 
 KEY = "environment.function"
 
-LOAD_LIMIT_S = 120.0
+LOAD_LIMIT_S = 600.0
 """Most seconds of the import of an environment, which happens once, and may be torch's."""
 
 # A fork takes milliseconds, unless the machine has no memory left.
-_SERVER_LIMIT_S = 60.0
+_SERVER_LIMIT_S = 300.0
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -3,6 +3,8 @@
 Rewards are `[batch]`; the completions of a prompt, its group, are adjacent. An advantage is of a
 completion, `[batch]`, or of each of its tokens, `[batch, seq]`. With a value model, rewards and
 values are of each token too, see `generalized_advantages`.
+
+All is computed in float64: what goes into a batch becomes float32 there.
 """
 
 from __future__ import annotations
@@ -13,6 +15,10 @@ import torch
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation of a group or a batch, in units of reward."""
+
+
+def _dtype_of(rewards: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(rewards.dtype, torch.float32)
 
 
 def group_relative_advantages(
@@ -40,7 +46,7 @@ def group_relative_advantages(
         divide_by_std: Divide by the standard deviation of the group.
 
     Returns:
-        `[batch]` float32.
+        `[batch]`, computed in float64, of the dtype of the rewards, float32 at least.
 
     Raises:
         ValueError: `group_size` is below 2, or does not divide the batch.
@@ -49,7 +55,8 @@ def group_relative_advantages(
         raise ValueError(f"group_size={group_size} must be at least 2: there is nothing to compare")
     if rewards.shape[0] % group_size:
         raise ValueError(f"group_size={group_size} does not divide {rewards.shape[0]} rewards")
-    groups = rewards.float().view(-1, group_size)
+    # In float64: rewards that are large and nearly equal would be equal in float32.
+    groups = rewards.double().view(-1, group_size)
     advantages = groups - groups.mean(dim=1, keepdim=True)
     # The mean of equal rewards is rounded: without this, `std` would amplify the rounding error.
     is_equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)
@@ -59,7 +66,7 @@ def group_relative_advantages(
         advantages = advantages * (group_size / (group_size - 1))
     if divide_by_std:
         advantages = advantages / (groups.std(dim=1, keepdim=True) + STD_EPSILON)
-    return advantages.view(-1)
+    return advantages.view(-1).to(_dtype_of(rewards))
 
 
 def per_reward_advantages(
@@ -88,22 +95,22 @@ def per_reward_advantages(
         divide_by_std: The same.
 
     Returns:
-        `[batch]` float32.
+        `[batch]`, computed in float64, of the dtype of the rewards, float32 at least.
 
     Raises:
         ValueError: The numbers of rewards and weights differ, or `group_size` is wrong.
     """
     if rewards.shape[1] != len(weights):
         raise ValueError(f"{len(weights)} weights were given for {rewards.shape[1]} rewards")
-    total = torch.zeros(rewards.shape[0])
+    total = torch.zeros(rewards.shape[0], dtype=torch.float64)
     for column, weight in zip(rewards.unbind(dim=1), weights, strict=True):
         total += weight * group_relative_advantages(
-            column,
+            column.double(),
             group_size=group_size,
             leave_one_out=leave_one_out,
             divide_by_std=divide_by_std,
         )
-    return total
+    return total.to(_dtype_of(rewards))
 
 
 def whiten(
@@ -123,7 +130,8 @@ def whiten(
         correction: The variance is divided by the count less this, 0 or 1.
 
     Returns:
-        Float32 of the same shape; 0 where the mask is.
+        A tensor of the same shape, computed in float64, of the dtype of the advantages, float32 at
+        least; 0 where the mask is.
     """
     counted = torch.ones_like(advantages) if mask is None else mask
     values, weights = advantages.double(), counted.double()
@@ -134,8 +142,8 @@ def whiten(
     valid = values[weights > 0]
     # The mean of equal values is rounded: `std` would amplify the rounding error.
     if not len(valid) or bool((valid == valid[0]).all()):
-        return torch.zeros_like(values, dtype=torch.float32)
-    return (centred / (std + STD_EPSILON)).float()
+        return torch.zeros_like(values, dtype=_dtype_of(advantages))
+    return (centred / (std + STD_EPSILON)).to(_dtype_of(advantages))
 
 
 def groups_with_signal(rewards: torch.Tensor, *, group_size: int) -> torch.Tensor:
@@ -167,9 +175,9 @@ def overlong_penalties(lengths: torch.Tensor, *, max_length: int, buffer: float)
         buffer: The tokens before that limit over which the penalty grows, above 0.
 
     Returns:
-        `[batch]` float32, in [-1, 0].
+        `[batch]` float64, in [-1, 0].
     """
-    excess = lengths.float() - (max_length - buffer)
+    excess = lengths.double() - (max_length - buffer)
     return -(excess / buffer).clamp(0, 1)
 
 
@@ -187,9 +195,9 @@ def reward_to_go_penalty(penalties: torch.Tensor, mask: torch.Tensor) -> torch.T
         mask: `[batch, seq]`, 1 for target tokens.
 
     Returns:
-        `[batch, seq]` of the dtype of the penalties.
+        `[batch, seq]` float64.
     """
-    masked = torch.where(mask > 0, penalties, 0.0)
+    masked = torch.where(mask > 0, penalties.double(), 0.0)
     return masked.flip(1).cumsum(1).flip(1)
 
 
@@ -259,7 +267,8 @@ def generalized_advantages(
             sums all rewards.
 
     Returns:
-        Advantages and returns, `[batch, seq]` float32, 0 where there is no target.
+        Advantages and returns, `[batch, seq]` of the dtype of the rewards; 0 where there is no
+        target.
     """
     is_target = mask > 0
     # In float64: an error of a value is carried through all tokens before it.
@@ -272,7 +281,7 @@ def generalized_advantages(
         next_value = torch.where(is_target[:, at], value[:, at], next_value)
         advantages[:, at] = torch.where(is_target[:, at], running, 0.0)
     returns = torch.where(is_target, advantages + value, 0.0)
-    return advantages.float(), returns.float()
+    return advantages.to(_dtype_of(rewards)), returns.to(_dtype_of(rewards))
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:

@@ -55,6 +55,7 @@ class DistillationLoss:
     truncates_student: bool = False
     loss_type: LossType = field(default=LossType.TOKEN_LEVEL, init=False)
     input_type: ClassVar[LossInput] = LossInput.LOGITS
+    uses_sampling_temperature: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Raise `ValueError`, naming the argument, if a value is out of its range."""
@@ -87,10 +88,15 @@ class DistillationLoss:
         }
         require_keys(data, reasons, loss=type(self).__name__)
         # Position `t` scores token `t + 1`.
-        logits = next_token_logits[:, :-1].float()
-        normalizer = logits.logsumexp(-1)
         teacher_logits, indices = (data[key][:, :-1] for key in ("topk_logits", "topk_indices"))
-        self._check(logits, teacher_logits)
+        self._check(next_token_logits[:, :-1], teacher_logits)
+        mask = target_mask(data)
+        # Targets alone: logits of other positions may be anything, and have no gradient.
+        is_target = mask > 0
+        weights = mask[is_target]
+        teacher_logits, indices = teacher_logits[is_target], indices[is_target]
+        logits = next_token_logits[:, :-1][is_target].float()
+        normalizer = logits.logsumexp(-1)
         is_missing = indices >= logits.shape[-1]
         teacher = teacher_logits.float().masked_fill(is_missing, _NEVER).log_softmax(-1)
         chosen = logits.gather(-1, indices.where(~is_missing, 0)).masked_fill(is_missing, _NEVER)
@@ -101,14 +107,13 @@ class DistillationLoss:
         else:
             student = chosen - normalizer[..., None]
             outside = (1 - coverage).clamp(min=0)
-        mask = target_mask(data)
         cost = self._divergence(teacher, student, outside)
         agreement = (logits.argmax(-1) == indices[..., 0]).float()
         measured = {"teacher_coverage": coverage.detach(), "teacher_agreement": agreement}
         shares = {
-            name: share_of(values, mask, global_valid_toks) for name, values in measured.items()
+            name: share_of(values, weights, global_valid_toks) for name, values in measured.items()
         }
-        return share_of(cost, mask, global_valid_toks), with_samples(shares, data)
+        return share_of(cost, weights, global_valid_toks), with_samples(shares, data)
 
     def _check(self, logits: torch.Tensor, teacher_logits: torch.Tensor) -> None:
         if teacher_logits.ndim != 3 or teacher_logits.shape[:2] != logits.shape[:2]:
@@ -126,12 +131,12 @@ class DistillationLoss:
     def _divergence(
         self, teacher: torch.Tensor, student: torch.Tensor, outside: torch.Tensor
     ) -> torch.Tensor:
-        """Return `[batch, seq]` from log-probabilities `[batch, seq, k]`.
+        """Return `[targets]` from log-probabilities `[targets, k]`.
 
         Args:
             teacher: Sums to 1.
             student: Sums to `1 - outside`.
-            outside: `[batch, seq]`, the student's probability of all other tokens.
+            outside: `[targets]`, the student's probability of all other tokens.
         """
         if self.beta == 0:
             return _kl(teacher, student)

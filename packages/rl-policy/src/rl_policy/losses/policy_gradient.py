@@ -20,6 +20,7 @@ from rl_policy.losses.reduction import (
     share_of,
     target_column,
     target_mask,
+    weighted_mean,
     with_samples,
 )
 
@@ -211,8 +212,10 @@ class ClippedPGLoss:
             name: share_of(values.detach(), mask, global_valid_toks)
             for name, values in metrics.items()
         }
-        shares["policy_loss"] = self._reduce(policy_cost.detach(), mask, *counts)
-        return self._reduce(cost, mask, *counts), with_samples(shares, data)
+        weights = self._weights(mask, data)
+        count = counts[self.loss_type is LossType.TOKEN_LEVEL]
+        shares["policy_loss"] = share_of(policy_cost.detach(), weights, count)
+        return share_of(cost, weights, count), with_samples(shares, data)
 
     def _token_terms(
         self, logprobs: torch.Tensor, data: Mapping[str, torch.Tensor], mask: torch.Tensor
@@ -220,62 +223,63 @@ class ClippedPGLoss:
         """Return policy cost, KL penalty and entropy bonus, and measures, `[batch, seq - 1]`."""
         prev = target_column(data, "prev_logprobs", logprobs)
         log_ratio = masked_difference(logprobs, prev, mask)
-        token_ratio = log_ratio.exp()
-        ratio = token_ratio
-        if self.ratio_level == "sequence":
-            ratio = _target_mean(log_ratio, mask).exp().expand_as(token_ratio)
-        advantages = target_column(data, "advantages", logprobs)
+        # Within a row the weights of its tokens count, and not the row's own.
+        tokens = data["token_mask"][:, 1:].float() * (mask > 0)
         # A prompt may hold tokens of probability 0, and infinity times 0 is NaN.
         target_logprobs = torch.where(mask > 0, logprobs, 0.0)
-        if self.clipping == "cispo":
-            cost, is_clipped = self._weighted_cost(ratio, advantages, target_logprobs)
-        else:
-            cost, is_clipped = self._clipped_cost(ratio, advantages)
-        metrics = {"clip_fraction": is_clipped.float(), "probs_ratio": ratio, "entropy": -logprobs}
+        own_log_ratio = log_ratio
+        if self.ratio_level == "sequence":
+            own_log_ratio = weighted_mean(log_ratio, tokens).expand_as(log_ratio)
+        advantages = target_column(data, "advantages", logprobs).to(logprobs.dtype)
+        advantages = torch.where(mask > 0, advantages, 0.0)
+        ratio = own_log_ratio.detach().exp()
+        metrics = {"probs_ratio": ratio, "entropy": -logprobs}
+        weight = torch.ones_like(ratio)
         if "generation_logprobs" in data:
             sampler = target_column(data, "generation_logprobs", logprobs)
             log_weight = masked_difference(prev, sampler, mask)
             metrics["sampler_trainer_ratio"] = log_weight.exp()
             if self.importance_cap is not None:
-                weight, is_outside = self._importance(log_weight, mask, self.importance_cap)
-                cost = cost * weight
-                metrics["importance_outside"] = is_outside.float().expand_as(cost)
+                weight, is_outside = self._importance(log_weight, tokens, self.importance_cap)
+                weight = weight.expand_as(ratio)
+                metrics["importance_outside"] = is_outside.float().expand_as(ratio)
+        # Where the cost is a constant, no ratio may overflow: infinity times 0 is NaN.
+        is_learned = (advantages != 0) & (weight != 0)
+        if self.clipping == "cispo":
+            clipped = self._clip(ratio)
+            is_clipped = clipped != ratio
+            factor = torch.where(is_learned, clipped * weight * advantages, 0.0)
+            cost = -factor * torch.where(is_learned, target_logprobs, 0.0)
+        else:
+            bound = self._bound(ratio, advantages)
+            is_clipped = (advantages != 0) & ~bound.isnan()
+            is_free = is_learned & ~is_clipped
+            free = -torch.where(is_free, own_log_ratio, 0.0).exp() * advantages
+            cost = torch.where(is_free, free, torch.where(is_clipped, bound, 0.0))
+            cost = torch.where(is_learned, cost * weight, 0.0)
+        metrics["clip_fraction"] = is_clipped.float()
         regularizer = None
         if "reference_logprobs" in data:
             reference = target_column(data, "reference_logprobs", logprobs)
             metrics["kl"] = kl = self._estimate_kl(masked_difference(reference, logprobs, mask))
             if self.kl_coef:
-                regularizer = self.kl_coef * (kl * token_ratio if self.kl_unbiased else kl)
+                regularizer = self.kl_coef * (kl * log_ratio.exp() if self.kl_unbiased else kl)
         if self.entropy_coef:
-            bonus = self.entropy_coef * token_ratio * target_logprobs
+            bonus = self.entropy_coef * log_ratio.exp() * target_logprobs
             regularizer = bonus if regularizer is None else regularizer + bonus
         return cost, regularizer, metrics
 
-    def _clipped_cost(
-        self, ratio: torch.Tensor, advantages: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the cost of each token, and where a bound sets its gradient to zero."""
-        # Strictly greater: where both costs are equal, as at advantage 0, nothing is clipped. The
-        # gradient of `torch.maximum` would be half of each there, and from torch 2.15 on that of
-        # `clamp` is zero at its bounds.
+    def _bound(self, ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+        """Return the constant cost of each token that a bound acts on; NaN for the others."""
+        # Strictly greater: where both costs are equal nothing is clipped.
         free = -ratio * advantages
         bounded = -self._clip(ratio) * advantages
-        is_clipped = bounded > free
-        cost = torch.where(is_clipped, bounded, free)
+        bound = torch.where(bounded > free, bounded, torch.nan)
         if self.dual_clip is not None:
             ceiling = self.dual_clip * advantages.abs()
             # The ceiling acts on negative advantages only: a positive one has a negative cost.
-            is_above = cost > ceiling
-            cost, is_clipped = torch.where(is_above, ceiling, cost), is_clipped | is_above
-        return cost, is_clipped
-
-    def _weighted_cost(
-        self, ratio: torch.Tensor, advantages: torch.Tensor, logprobs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the cost of each token in CISPO, and where a bound changes its weight."""
-        free = ratio.detach()
-        weight = self._clip(free)
-        return -weight * advantages * logprobs, weight != free
+            bound = torch.where(torch.fmax(free, bound) > ceiling, ceiling, bound)
+        return bound
 
     def _clip(self, ratio: torch.Tensor) -> torch.Tensor:
         low = None if self.clip_low is None else 1 - self.clip_low
@@ -295,9 +299,9 @@ class ClippedPGLoss:
         level, _, action = self.importance_mode.partition("_")
         weight = log_weight.exp()
         if level == "sequence":
-            weight = log_weight.sum(dim=1, keepdim=True).exp()
-        bounded = _target_mean(log_weight, mask).exp() if level == "geometric" else weight
-        is_outside = bounded > cap
+            weight = (log_weight * mask).sum(dim=1, keepdim=True).exp()
+        bounded = weighted_mean(log_weight, mask).exp() if level == "geometric" else weight
+        is_outside = ~(bounded <= cap)  # NaN is outside too
         if self.importance_floor is not None:
             is_outside = is_outside | (bounded < self.importance_floor)
         if action == "truncate":
@@ -312,20 +316,15 @@ class ClippedPGLoss:
             clamp=self.kl_clamp,
         )
 
-    def _reduce(
-        self,
-        cost: torch.Tensor,
-        mask: torch.Tensor,
-        global_valid_seqs: torch.Tensor,
-        global_valid_toks: torch.Tensor,
-    ) -> torch.Tensor:
+    def _weights(self, mask: torch.Tensor, data: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the weight of each token in the sum over the batch, `[batch, seq - 1]`."""
         if self.loss_type is LossType.TOKEN_LEVEL:
-            return share_of(cost, mask, global_valid_toks)
+            return mask
         if self.length_divisor is not None:
-            return share_of(cost, mask / self.length_divisor, global_valid_seqs)
-        # A sequence without targets has weight 0, not 0 / 0.
-        weights = mask / mask.sum(dim=1, keepdim=True).clamp(min=1)
-        return share_of(cost, weights, global_valid_seqs)
+            return mask / self.length_divisor
+        # By the tokens alone: a row of weight 0.5 is half a row, however many tokens it has.
+        total = data["token_mask"][:, 1:].float().sum(dim=1, keepdim=True)
+        return mask / torch.where(total > 0, total, 1.0)
 
     def _require_columns(self, data: Mapping[str, torch.Tensor]) -> None:
         reasons = {
@@ -395,13 +394,3 @@ def estimate_kl(
     else:
         estimate = torch.expm1(log_ratio) - log_ratio
     return estimate if clamp is None else estimate.clamp(-clamp, clamp)
-
-
-def _target_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the mean of each row over its targets, `[batch, 1]`; 0 for a row without any.
-
-    Args:
-        values: `[batch, seq - 1]`, 0 where there is no target.
-        mask: The targets.
-    """
-    return values.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)

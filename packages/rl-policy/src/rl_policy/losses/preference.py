@@ -15,7 +15,6 @@ from rl_policy.losses.reduction import (
     require_keys,
     share_of,
     target_column,
-    target_mask,
     with_samples,
 )
 
@@ -53,6 +52,7 @@ class DPOLoss:
     label_smoothing: float = 0.0
     loss_type: LossType = field(default=LossType.SEQUENCE_LEVEL, init=False)
     input_type: ClassVar[LossInput] = LossInput.LOGPROBS
+    uses_sampling_temperature: ClassVar[bool] = False
     rows_per_group: ClassVar[int] = ROWS_PER_PAIR
 
     def __post_init__(self) -> None:
@@ -119,6 +119,7 @@ class PreferenceLoss:
     center_coef: float = 0.0
     loss_type: LossType = field(default=LossType.SEQUENCE_LEVEL, init=False)
     input_type: ClassVar[LossInput] = LossInput.LOGITS
+    uses_sampling_temperature: ClassVar[bool] = False
     rows_per_group: ClassVar[int] = ROWS_PER_PAIR
 
     def __post_init__(self) -> None:
@@ -194,6 +195,11 @@ def _valid_pairs(sample_mask: torch.Tensor, *, loss: str) -> torch.Tensor:
 
 
 def _log_ratios(logprobs: torch.Tensor, data: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return `[batch]`, the sum of log(policy / reference) over each row's target tokens."""
+    """Return `[batch]`, the sum of log(policy / reference) over each row's target tokens.
+
+    A fractional token mask weighs them. `sample_mask` weighs the pair, and not its log-ratios.
+    """
     reference = target_column(data, "reference_logprobs", logprobs)
-    return masked_difference(logprobs, reference, target_mask(data)).sum(dim=1)
+    weights = data["token_mask"][:, 1:].float()
+    is_valid = (data["sample_mask"] > 0)[:, None]
+    return (masked_difference(logprobs, reference, weights * is_valid) * weights).sum(dim=1)

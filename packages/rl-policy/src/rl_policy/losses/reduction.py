@@ -22,6 +22,7 @@ class NLLLoss:
 
     loss_type: LossType = field(default=LossType.TOKEN_LEVEL, init=False)
     input_type: ClassVar[LossInput] = LossInput.LOGPROBS
+    uses_sampling_temperature: ClassVar[bool] = False
 
     def __call__(
         self,
@@ -54,8 +55,19 @@ def require_keys(
 
 
 def target_mask(data: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return `[batch, seq - 1]` float32, 1 at the target tokens of valid samples."""
+    """Return the weights of the targets, `[batch, seq - 1]` float32; mostly 0 and 1."""
     return data["token_mask"][:, 1:].float() * data["sample_mask"].float()[:, None]
+
+
+def weighted_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the mean of each row over its targets, `[batch, 1]`; 0 for a row without any.
+
+    Args:
+        values: `[batch, seq - 1]`, 0 where there is no target.
+        mask: The weights of the targets.
+    """
+    total = mask.sum(dim=1, keepdim=True)
+    return (values * mask).sum(dim=1, keepdim=True) / torch.where(total > 0, total, 1.0)
 
 
 def target_column(
@@ -81,14 +93,19 @@ def target_column(
 
 
 def masked_difference(left: torch.Tensor, right: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return `left - right` at the targets and 0 elsewhere, where its `exp` could overflow."""
+    """Return `left - right` at the targets and 0 elsewhere, also where it is not finite."""
     # Not `* mask`: infinity times 0 is NaN.
     return torch.where(mask > 0, left - right, 0.0)
 
 
 def share_of(values: torch.Tensor, weights: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum over a global count; a global batch without targets gives 0."""
-    return (values * weights).sum() / torch.as_tensor(count, device=values.device).clamp(min=1)
+    """Return the weighted sum over a global count; a global batch without targets gives 0.
+
+    A value of weight 0 does not count, and has no gradient, even if it is not finite.
+    """
+    divisor = torch.as_tensor(count, device=values.device)
+    counted = torch.where(weights != 0, values, 0.0) * weights
+    return counted.sum() / torch.where(divisor > 0, divisor, 1)
 
 
 def with_samples(
@@ -98,4 +115,5 @@ def with_samples(
 
     They stay on the device: the worker reads those of all micro-batches at the end of the call.
     """
-    return {**metrics, "num_valid_samples": data["sample_mask"].sum().long()}
+    # A row of a fractional weight counts as one: a worker drops the metrics of no valid sample.
+    return {**metrics, "num_valid_samples": (data["sample_mask"] > 0).sum()}

@@ -46,6 +46,7 @@ class ValueLoss:
     clip: float | None = 0.2
     loss_type: LossType = field(default=LossType.TOKEN_LEVEL, init=False)
     input_type: ClassVar[LossInput] = LossInput.LOGITS
+    uses_sampling_temperature: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Raise `ValueError`, naming the argument, if a value is out of its range."""
@@ -84,7 +85,7 @@ class ValueLoss:
                 f"{tuple(next_token_logits.shape)}: set policy.head='value'"
             )
         mask = target_mask(data)
-        values = next_token_logits[:, :-1]
+        values = torch.where(mask > 0, next_token_logits[:, :-1], 0.0)
         returns = target_column(data, "returns", values)
         # Masked first: beyond the targets a return may be anything, and so would be the gradient.
         cost = masked_difference(values, returns, mask) ** 2

@@ -182,7 +182,13 @@ def _subject(request: Mapping[str, Any]) -> Subject:
             policy, world_size=world_size, init_optimizer=True
         )
     if longest is None:
-        policy["max_total_sequence_length"] = model_config.get_text_config().max_position_embeddings
+        longest = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+        if longest is None:
+            raise ValueError(
+                f"policy.model_name={policy['model_name']!r} has no maximum length: set "
+                "policy.max_total_sequence_length to the tokens that a row may have"
+            )
+        policy["max_total_sequence_length"] = longest
     return Subject(
         config=config,
         policy=policy,

@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from tempfile import gettempdir
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -44,9 +45,12 @@ logger = logging.getLogger(__name__)
 _CLUSTER_SETTING = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
 # And for how often it tries an address.
 _ATTEMPTS_SETTING = "RAY_NUM_REDIS_GET_RETRIES"
+# And for how long it waits for its node, as far as this module sees to it.
+_NODE_SETTING = "RAY_raylet_start_wait_time_s"
+_OVERLOADED = f"the machine may be overloaded: try again, or set {_NODE_SETTING}=900"
 _LOOK = "`rl-policy doctor limits ray` looks for the cause"
-# For a watcher that finds nothing to end.
-_WATCHER_LIMIT_S = 20.0
+# For a watcher that finds nothing to end. It only takes long on a busy machine.
+_WATCHER_LIMIT_S = 300.0
 # Of a Ray that is started here.
 _LOCAL_SETTINGS = {
     # How long its processes look for a head that is not there, in seconds. On one machine it does
@@ -61,14 +65,31 @@ _LOCAL_SETTINGS = {
     # Its node tries the socket of the object store, which it has just started, once a second, ten
     # times; the first time is too early in every second start.
     "raylet_client_connect_timeout_milliseconds": 20,
-    "raylet_client_num_connect_attempts": 500,
+    "raylet_client_num_connect_attempts": 3000,
+    # Limits of a start, which a busy machine exceeds. Ray's own are 30 s for the agents, without
+    # which the node ends, 60 s for a worker's imports, and 10 s for an answer of the node.
+    "agent_register_timeout_ms": 300_000,
+    "worker_register_timeout_seconds": 600,
+    "health_check_timeout_ms": 60_000,
 }
-# How long Ray itself waits for its node, and how often to look.
-_NODE_LIMIT_S = 30.0
+# How long to wait for Ray's head and for its node, and how often to look for the node. Ray's own
+# limits are 30 s each.
+_START_LIMIT_S = 300
 _NODE_PERIOD_S = 0.02
+# Limits that processes read from the environment, before they can ask the head for the others.
+_START_ENVIRONMENT = {
+    "RAY_gcs_server_port_wait_time_s": _START_LIMIT_S,
+    _NODE_SETTING: _START_LIMIT_S,
+    # How long a process waits for its connection to the head: Ray's own limit is 5 s.
+    "RAY_gcs_rpc_server_connect_timeout_s": 30,
+}
+# How often a start that takes long is logged.
+_PROGRESS_S = 10.0
 _STRATEGIES = ("SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK")
 # Long enough for a node that is just joining, short enough not to look like a hang.
 _RESERVE_LIMIT_S = 60.0
+# For a task that finds a free port: its process has to start.
+_PORT_LIMIT_S = 300.0
 # A reservation that takes longer is reported in the log.
 _PATIENCE_S = 3.0
 
@@ -215,17 +236,19 @@ def _without_services() -> Iterator[None]:
 def _looking_often() -> Iterator[None]:
     """Let a Ray that is started inside be there as soon as its node has registered.
 
-    Ray looks for the node in the head's list once a second.
+    Ray looks for the node in the head's list once a second, for 30 s.
     """
     get_node = services.get_node
 
     def await_node(address: str, node_id: str) -> object:
         head = GcsClient(address=address)
-        deadline = monotonic() + _NODE_LIMIT_S
+        limit_s = float(os.environ.get(_NODE_SETTING, _START_LIMIT_S))
+        deadline = monotonic() + limit_s
         while monotonic() < deadline:
-            listed = head.get_all_node_info(timeout=_NODE_LIMIT_S)
+            listed = head.get_all_node_info(timeout=limit_s)
             if any(node.hex() == node_id for node in listed):
                 break
+            _require_node()
             sleep(_NODE_PERIOD_S)
         # Which reports one that is not there.
         return get_node(address, node_id)
@@ -235,6 +258,33 @@ def _looking_often() -> Iterator[None]:
         yield
     finally:
         services.get_node = get_node
+
+
+def _require_node() -> None:
+    """Raise `ChildProcessError` if the process of the node that this process started has ended."""
+    import psutil
+
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if child.name() == "raylet" and child.status() != psutil.STATUS_ZOMBIE:
+                return
+    folder = Path(os.environ.get("RAY_TMPDIR", gettempdir()), "ray", "session_latest", "logs")
+    raise ChildProcessError(f"the process of Ray's node has ended, see raylet.err in {folder}")
+
+
+@contextmanager
+def _patient() -> Iterator[None]:
+    """Let a Ray that is started inside wait for its processes for minutes.
+
+    What the user's environment says of it stands.
+    """
+    added = {name: limit for name, limit in _START_ENVIRONMENT.items() if name not in os.environ}
+    os.environ.update({name: str(limit) for name, limit in added.items()})
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
 
 
 @contextmanager
@@ -253,14 +303,22 @@ def _one_attempt_to_join() -> Iterator[None]:
 
 
 @contextmanager
-def _explained(attempt: str, way_out: str) -> Iterator[None]:
-    """Raise `RayStartError` for what Ray raises, which are classes of every kind.
+def _explained(doing: str, failure: str, way_out: str) -> Iterator[None]:
+    """Log that the block takes long, and raise `RayStartError` for Ray's errors of all classes.
 
     Args:
-        attempt: What is tried, as the subject of a sentence: "a Ray of 4 CPUs".
-        way_out: What to do if it fails.
+        doing: For the log: "starting Ray, 4 CPUs".
+        failure: For the error: "Ray did not start within {time} (4 CPUs requested)".
+        way_out: What the user can do about the error.
     """
-    started = monotonic()
+    started, ended = monotonic(), threading.Event()
+
+    def log_progress() -> None:
+        while not ended.wait(_PROGRESS_S):
+            logger.warning("%s ... %.0f s", doing, monotonic() - started)
+
+    progress = threading.Thread(target=log_progress, name="progress of Ray", daemon=True)
+    progress.start()
     try:
         yield
     except ValueError:
@@ -270,9 +328,14 @@ def _explained(attempt: str, way_out: str) -> Iterator[None]:
         # What has started of it.
         ray.shutdown()
         text = " ".join(str(error).split()) or type(error).__name__
-        raise RayStartError(
-            f"{attempt} is not there after {monotonic() - started:.0f} s: {text[:500]}; {way_out}"
-        ) from error
+        passed_s = monotonic() - started
+        if passed_s > _PROGRESS_S:
+            way_out = f"{_OVERLOADED}; {way_out}"
+        failed = failure.format(time=f"{passed_s:.0f} s")
+        raise RayStartError(f"{failed}: {text[:500]}; {way_out}") from error
+    finally:
+        ended.set()
+        progress.join()
 
 
 def _join_or_start(num_cpus: int) -> bool:
@@ -291,8 +354,16 @@ def _join_or_start(num_cpus: int) -> bool:
         if f"RAY_{name}" not in os.environ
     }
     try:
-        attempt = _explained(f"a Ray of {num_cpus} CPUs", _LOOK)
-        with _on_loopback(), _without_services(), _looking_often(), forking_executable(), attempt:
+        attempt = _explained(
+            f"starting Ray, {num_cpus} CPUs",
+            f"Ray did not start within {{time}} ({num_cpus} CPUs requested)",
+            _LOOK,
+        )
+        with ExitStack() as stack:
+            for adjusted in (_on_loopback, _without_services, _looking_often, _patient):
+                stack.enter_context(adjusted())
+            stack.enter_context(forking_executable())
+            stack.enter_context(attempt)
             ray.init(
                 num_cpus=num_cpus,
                 include_dashboard=False,
@@ -303,8 +374,13 @@ def _join_or_start(num_cpus: int) -> bool:
         # `ray.init` refuses num_cpus if it finds a running Ray, and there is no public way to look
         # for one beforehand.
         logger.debug("joining a running Ray: %s", refusal)
-        way_out = f"{_LOOK}, and RAY_ADDRESS=local starts one of this machine alone"
-        with _one_attempt_to_join(), _explained(f"the Ray of {find_running_ray()}", way_out):
+        address = find_running_ray()
+        attempt = _explained(
+            f"joining the Ray of {address}",
+            f"the Ray of {address} did not answer within {{time}}",
+            f"{_LOOK}, and RAY_ADDRESS=local starts a Ray on this machine",
+        )
+        with _one_attempt_to_join(), attempt:
             ray.init(logging_level=logging.ERROR)
         return False
     return True
@@ -397,9 +473,9 @@ class RayVirtualCluster:
         # Without a CPU, as those of the bundle are the ranks': the task would wait for one.
         answer = task.options(num_cpus=0, scheduling_strategy=in_first_bundle).remote()
         try:
-            return ray.get(answer, timeout=_RESERVE_LIMIT_S)
+            return ray.get(answer, timeout=_PORT_LIMIT_S)
         except GetTimeoutError as error:
-            message = f"rank 0's node gave no free port within {_RESERVE_LIMIT_S:.0f} s"
+            message = f"rank 0's node gave no free port within {_PORT_LIMIT_S:.0f} s"
             raise TimeoutError(message) from error
 
     def shutdown(self) -> None:

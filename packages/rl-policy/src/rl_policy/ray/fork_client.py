@@ -17,8 +17,9 @@ import socket
 import sys
 
 _WORKER = os.path.join("ray", "_private", "workers", "default_worker.py")
-# The server may still be importing. Ray gives a worker 60 s, of which a plain one needs some.
-_ANSWER_LIMIT_S = 30.0
+# The server may still be importing. `cluster` has Ray give a worker 600 s, of which a plain one
+# needs some.
+_ANSWER_LIMIT_S = 300.0
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM)
 _MAY_BE_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STANDARD_FILES = [0, 1, 2]

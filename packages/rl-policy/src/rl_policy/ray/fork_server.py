@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _NUM_FILES = 3
 # A client sends all of its request at once.
-_REQUEST_LIMIT_S = 2.0
+_REQUEST_LIMIT_S = 10.0
 _MAX_NAMES_BYTES = 4096
 # How long workers have, when their driver was killed, to end what they have started: Ray's node has
 # ended as well, which they see.

@@ -36,7 +36,7 @@ FAN_OUT = 32
 _REPORTS = "reports"
 # To see what has finished already, and for an answer of a relay beyond the wait that it reports.
 _LOOK_S = 0.1
-_ANSWER_S = 5.0
+_ANSWER_S = 30.0
 
 
 class RanksFailed(Exception):

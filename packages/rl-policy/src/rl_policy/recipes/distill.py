@@ -50,7 +50,7 @@ from rl_policy.recipes.sft import (
     sft_policy,
 )
 from rl_policy.run.directory import RunState
-from rl_policy.run.evaluation import heldout_accuracy, measuring_a_step, sample
+from rl_policy.run.evaluation import heldout_reward, measuring_a_step, name_score, sample
 from rl_policy.run.inputs import (
     ProblemInputs,
     check_language_model,
@@ -59,6 +59,7 @@ from rl_policy.run.inputs import (
     check_vocabulary,
     is_missing_directory,
     prepare_problems,
+    warn_of_repeated,
 )
 from rl_policy.run.machine import check_model_files
 from rl_policy.run.metrics import StepMetrics, mean_metrics
@@ -202,8 +203,11 @@ def prepare_distill(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs
             "a distill.beta below 1"
         )
     if section.teacher is None:
-        return prepare_sft(config, encoder)
-    return prepare_problems(config, encoder)
+        inputs = prepare_sft(config, encoder)
+    else:
+        inputs = prepare_problems(config, encoder)
+    warn_of_repeated(inputs.problems.train)
+    return inputs
 
 
 def run_distill(session: Session[ProblemInputs], model: str) -> None:
@@ -308,8 +312,9 @@ class DistillTrainer:
 
     def measure_start(self) -> DistillMetrics:
         """Evaluate before the first step."""
-        accuracy = self._accuracy(0)
-        return DistillMetrics(step=0, accuracy=accuracy, extra=self._sampler.report())
+        greedy = self._heldout_reward(0)
+        accuracy, measured = name_score(greedy, inputs=self._inputs)
+        return DistillMetrics(step=0, accuracy=accuracy, extra=self._sampler.report() | measured)
 
     def take_step(self, step: int, *, is_measured: bool, needs_score: bool) -> DistillMetrics:
         """Sample completions, let the teacher score them, and train."""
@@ -321,10 +326,11 @@ class DistillTrainer:
             self._add_teacher(batch, watch)
             means = self._train(batch, watch)
         lengths = generated["generation_lengths"].double()
-        accuracy = None
+        greedy = None
         if is_measured or needs_score:
             with measuring_a_step():
-                accuracy = self._accuracy(step)
+                greedy = self._heldout_reward(step)
+        accuracy, measured = name_score(greedy, inputs=self._inputs)
         return DistillMetrics(
             step=step,
             accuracy=accuracy,
@@ -337,7 +343,7 @@ class DistillTrainer:
                 generated, max_new_tokens=self._max_new_tokens
             ),
             tokens_per_s=int(batch["input_lengths"].sum()) / watch.of("step_s"),
-            extra=report,
+            extra=report | measured,
             step_s=watch.of("step_s"),
             move_s=watch.of("move_s"),
             generate_s=watch.of("generate_s"),
@@ -372,9 +378,9 @@ class DistillTrainer:
             self._policy.finish_training()
         return means
 
-    def _accuracy(self, step: int) -> float:
+    def _heldout_reward(self, step: int) -> float:
         moved = self._sampler.after_step(step)
-        return heldout_accuracy(moved, inputs=self._inputs, samples=self._samples, step=step)
+        return heldout_reward(moved, inputs=self._inputs, samples=self._samples, step=step)
 
 
 def _policies(config: RunConfig) -> dict[str, Settings]:

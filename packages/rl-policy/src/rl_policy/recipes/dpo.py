@@ -107,7 +107,7 @@ class DpoTrainer(PairTrainer):
         """Return two adjacent rows per pair, chosen first, with reference log-probabilities."""
         batch = super().batch(pairs)
         self.policy.prepare_for_lp_inference()
-        reference = self.policy.get_reference_policy_logprobs(batch)
+        reference = self.policy.get_reference_policy_logprobs(batch, temperature=1.0)
         batch["reference_logprobs"] = reference["reference_logprobs"]
         return batch
 

@@ -71,7 +71,7 @@ from rl_policy.recipes.policy_gradient.step import (
 )
 from rl_policy.recipes.sft import SFT, SftSection
 from rl_policy.run.directory import RunState
-from rl_policy.run.evaluation import heldout_accuracy, measuring_a_step
+from rl_policy.run.evaluation import heldout_reward, measuring_a_step, name_score
 from rl_policy.run.flops import DeviceSpeed
 from rl_policy.run.inputs import ProblemInputs
 from rl_policy.run.metrics import plot_reward, read_metrics
@@ -237,11 +237,12 @@ class GrpoTrainer:
             if self._async is not None:
                 self._async.finish(step)
                 self._timeline.flush()
-        accuracy = None
+        greedy = None
         if is_measured or needs_score:
             record_rollout(self._samples, step, rollout, batch)
             with measuring_a_step():
-                accuracy = self._accuracy(step)
+                greedy = self._heldout_reward(step)
+        accuracy, measured = name_score(greedy, inputs=self._inputs)
         return GrpoMetrics(
             step=step,
             accuracy=accuracy,
@@ -255,7 +256,7 @@ class GrpoTrainer:
                 num_epochs=self._config.epochs_per_step,
                 watch=watch,
             ),
-            extra=extra,
+            extra=extra | measured,
             diagnostics={name: trained[name] for name in DIAGNOSTICS if name in trained},
         )
 
@@ -383,9 +384,9 @@ class GrpoTrainer:
         batch["advantages"], measured = step_advantages(batch, rewards, config=self._run_config)
         return measured
 
-    def _accuracy(self, step: int) -> float:
+    def _heldout_reward(self, step: int) -> float:
         return self._replacing_engines(
-            lambda: heldout_accuracy(
+            lambda: heldout_reward(
                 self._after_step(step), inputs=self._inputs, samples=self._samples, step=step
             )
         )

@@ -21,10 +21,11 @@ from rl_policy.data.datasets import (
     divide_pairs,
     read_pairs,
 )
+from rl_policy.data.items import first_items
 from rl_policy.losses import ROWS_PER_PAIR
 from rl_policy.policy import Policy
 from rl_policy.run.directory import RunState
-from rl_policy.run.inputs import RunInputs, check_rows, check_shares, read_own_data
+from rl_policy.run.inputs import RunInputs, check_shares, fit_answers, read_own_data
 from rl_policy.run.metrics import StepMetrics, mean_metrics
 from rl_policy.run.session import Session
 
@@ -68,6 +69,10 @@ class PairInputs(RunInputs):
 
     pairs: PairSets
 
+    def digests(self) -> Mapping[str, str]:
+        """Return those of the pairs."""
+        return self.pairs.digests()
+
 
 def check_pair_batches(config: RunConfig) -> None:
     """Raise `ValueError` if a batch would split a pair."""
@@ -84,22 +89,27 @@ def prepare_pairs(config: RunConfig, encoder: ProblemEncoder) -> PairInputs:
     Raises:
         ValueError: They cannot be read or split, or exceed the sequence length.
     """
-    given, heldout = read_own_data(config.data, read_pairs)
+    given, heldout = read_own_data(config, encoder, read_pairs)
     pairs = divide_pairs(
         arithmetic_pairs(max_number=config.data.max_number) if given is None else given,
         heldout=heldout,
         num_heldout=config.data.num_heldout,
         seed=config.seed,
     )
-    check_shares(pairs.train, config.data.weights)
-    rows = [row for pair in (*pairs.train, *pairs.heldout) for row in pair.rows]
-    encoder.check_conversations(rows, has_answers=True)
-    check_rows(
-        rows,
-        encoder=encoder,
-        limit=config.policy["max_total_sequence_length"],
-        key="policy.max_total_sequence_length",
+    rendered = [row for pair in first_items(pairs.train, pairs.heldout) for row in pair.rows]
+    encoder.check_conversations(rendered, has_answers=True)
+    train, heldout = (
+        fit_answers(
+            config,
+            rows,
+            encoder=encoder,
+            limit=config.policy["max_total_sequence_length"],
+            key="policy.max_total_sequence_length",
+        )
+        for rows in (pairs.train, pairs.heldout)
     )
+    check_shares(train, config.data.weights)
+    pairs = PairSets(train=train, heldout=heldout)
     return PairInputs(config=config, encoder=encoder, pairs=pairs)
 
 

@@ -74,7 +74,7 @@ from rl_policy.recipes.policy_gradient.step import (
 )
 from rl_policy.recipes.sft import SFT, SftSection
 from rl_policy.run.directory import RunState
-from rl_policy.run.evaluation import heldout_accuracy, measuring_a_step
+from rl_policy.run.evaluation import heldout_reward, measuring_a_step, name_score
 from rl_policy.run.flops import DeviceSpeed
 from rl_policy.run.inputs import (
     ProblemInputs,
@@ -399,11 +399,12 @@ class PpoTrainer:
                 )
             if "reward_kl" in estimated:
                 extra["reward_kl"] = estimated.pop("reward_kl")
-        accuracy = None
+        greedy = None
         if is_measured or needs_score:
             record_rollout(self._samples, step, rollout, batch)
             with measuring_a_step():
-                accuracy = self._accuracy(step)
+                greedy = self._heldout_reward(step)
+        accuracy, measured = name_score(greedy, inputs=self._inputs)
         return PpoMetrics(
             step=step,
             accuracy=accuracy,
@@ -427,7 +428,7 @@ class PpoTrainer:
             value_clip_fraction=learnt["value_clip_fraction"],
             **estimated,
             value_s=watch.of("value_s"),
-            extra=extra,
+            extra=extra | measured,
             diagnostics={
                 name: trained[name]
                 for name in DIAGNOSTICS
@@ -465,13 +466,13 @@ class PpoTrainer:
             self._policy.offload_after_refit()
         self._values.add_values(batch, watch)
         with watch.phase("reward_s"):
-            rewards = torch.tensor(rollout.rewards)
+            rewards = torch.tensor(rollout.rewards, dtype=torch.float64)
             estimated = add_advantages(batch, rewards, ppo=self._config, loss=self._loss_config)
         return estimated, self._values.train(batch, watch)
 
-    def _accuracy(self, step: int) -> float:
+    def _heldout_reward(self, step: int) -> float:
         moved = self._sampler.after_step(step)
-        return heldout_accuracy(moved, inputs=self._inputs, samples=self._samples, step=step)
+        return heldout_reward(moved, inputs=self._inputs, samples=self._samples, step=step)
 
 
 def add_advantages(
@@ -490,14 +491,14 @@ def add_advantages(
         `explained_variance`, `return_mean`, `advantage_std`, and `reward_kl` in nats per
         completion, if there is a penalty in the reward.
     """
-    mask = batch["token_mask"] * batch["sample_mask"][:, None].long()
+    mask = batch["token_mask"] * (batch["sample_mask"] > 0)[:, None].long()
     measured: dict[str, float] = {}
     penalties = None
     if loss.kl_coef and loss.kl_in == "reward":
         kl = kl_estimates(batch, mask, loss)
         penalties = loss.kl_coef * kl
         measured["reward_kl"] = float(kl.sum(1).mean())
-    advantages, batch["returns"] = generalized_advantages(
+    advantages, returns = generalized_advantages(
         token_rewards(rewards, mask, penalties),
         batch["prev_values"],
         mask,
@@ -505,12 +506,11 @@ def add_advantages(
         lam=ppo.lam,
     )
     is_target = mask > 0
-    measured["explained_variance"] = explained_variance(
-        batch["prev_values"], batch["returns"], mask
-    )
-    measured["return_mean"] = float(batch["returns"][is_target].double().mean())
-    measured["advantage_std"] = float(advantages[is_target].double().std(correction=0))
-    batch["advantages"] = whiten(advantages, mask, correction=1) if ppo.whiten else advantages
+    measured["explained_variance"] = explained_variance(batch["prev_values"], returns, mask)
+    measured["return_mean"] = float(returns[is_target].mean())
+    measured["advantage_std"] = float(advantages[is_target].std(correction=0))
+    tokens = whiten(advantages, mask, correction=1) if ppo.whiten else advantages
+    batch["advantages"], batch["returns"] = tokens.float(), returns.float()
     return measured
 
 

@@ -28,17 +28,23 @@ from rl_policy.config import (
     resolve_policy,
 )
 from rl_policy.data.batches import ProblemEncoder
+from rl_policy.data.items import first_items
 from rl_policy.losses import NLLLoss
 from rl_policy.policy import Policy
 from rl_policy.recipes import Recipe
 from rl_policy.run.directory import RunDirectory, RunState
-from rl_policy.run.evaluation import greedy_accuracy, measuring_a_step, pass_rate
+from rl_policy.run.evaluation import (
+    greedy_reward,
+    measuring_a_step,
+    name_score,
+    pass_rate,
+)
 from rl_policy.run.inputs import (
     ProblemInputs,
     check_language_model,
-    check_rows,
     check_sampling,
     check_schedule,
+    fit_answers,
     prepare_problems,
 )
 from rl_policy.run.metrics import StepMetrics, mean_metrics
@@ -61,7 +67,8 @@ class SftSection(Section):
     """Evaluate before the first step too, as step 0."""
     stop_pass_rate: float | None = Field(default=None, gt=0, le=1)
     """Stop early at this pass@`pass_samples` on the validation problems: GRPO gets no signal from a
-    problem that no sample solves. null: take all steps."""
+    problem that no sample solves. It needs the reward without functions, whose mean is the share of
+    solved problems. null: take all steps."""
     pass_samples: int = Field(default=8, ge=1, le=MOST)
     """Samples per validation problem."""
     policy: Settings = Field(default_factory=dict)
@@ -73,7 +80,8 @@ class SftMetrics(StepMetrics):
     """The metrics of a supervised step; None if not measured.
 
     Attributes:
-        accuracy: Fraction of the held-out problems that greedy decoding solves after the step.
+        accuracy: Fraction of the held-out problems that greedy decoding solves after the step. With
+            reward functions `extra` has the mean `reward` of the greedy completions instead.
         pass_rate: Fraction of the validation problems that at least one of several samples solves.
         loss: Negative log-likelihood per target token in nats.
         grad_norm: Norm of the gradient, before clipping.
@@ -125,19 +133,29 @@ def prepare_sft(config: RunConfig, encoder: ProblemEncoder) -> ProblemInputs:
         ValueError: A problem exceeds a limit; the message names keys and numbers.
     """
     sft = config.section(SftSection)
+    reward = config.section(RewardSection)
+    if sft.stop_pass_rate is not None and not reward.is_solved_share:
+        raise ValueError(
+            f"sft.stop_pass_rate={sft.stop_pass_rate} is a share of solved problems, and "
+            f"reward.function={[str(each) for each in reward.functions]} may return any number: "
+            "set sft.stop_pass_rate=null, or leave reward.function out"
+        )
     key = f"sft.steps={sft.steps}"
     check_schedule(sft_policy(config), num_steps=sft.steps, key=key, path=SFT_PATH)
     num_validation = 0 if sft.stop_pass_rate is None else config.data.num_validation
     inputs = prepare_problems(config, encoder, num_validation=num_validation, imitates_answers=True)
-    encoder.check_conversations(inputs.problems.demonstrations, has_answers=True)
+    encoder.check_conversations(first_items(inputs.problems.demonstrations), has_answers=True)
     key = SFT_PATH if "max_total_sequence_length" in sft.policy else "policy"
-    check_rows(
+    demonstrations = fit_answers(
+        config,
         inputs.problems.demonstrations,
         encoder=encoder,
         limit=sft_policy(config)["max_total_sequence_length"],
         key=f"{key}.max_total_sequence_length",
     )
-    return inputs
+    if demonstrations is inputs.problems.demonstrations:
+        return inputs
+    return replace(inputs, problems=replace(inputs.problems, demonstrations=demonstrations))
 
 
 def run_sft(session: Session[ProblemInputs], model: str) -> None:
@@ -216,8 +234,9 @@ class SftTrainer:
 
     def measure_start(self) -> SftMetrics:
         """Evaluate before the first step."""
-        accuracy, rate = self._measure(0, needs_pass_rate=True)
-        return SftMetrics(step=0, accuracy=accuracy, pass_rate=rate)
+        greedy, rate = self._measure(0, needs_pass_rate=True)
+        accuracy, measured = name_score(greedy, inputs=self._inputs)
+        return SftMetrics(step=0, accuracy=accuracy, pass_rate=rate, extra=measured)
 
     def take_step(self, step: int, *, is_measured: bool, needs_score: bool) -> SftMetrics:
         """Take one optimizer step on the next demonstrations."""
@@ -226,10 +245,11 @@ class SftTrainer:
         self._policy.prepare_for_training()
         means = mean_metrics(self._policy.train(batch, NLLLoss()))
         step_s = perf_counter() - started
-        accuracy, rate = None, None
+        greedy, rate = None, None
         if is_measured or needs_score:
             with measuring_a_step():
-                accuracy, rate = self._measure(step, needs_pass_rate=is_measured)
+                greedy, rate = self._measure(step, needs_pass_rate=is_measured)
+        accuracy, measured = name_score(greedy, inputs=self._inputs)
         self.is_done = self._meets_criterion(rate)
         return SftMetrics(
             step=step,
@@ -239,6 +259,7 @@ class SftTrainer:
             grad_norm=means["grad_norm"],
             tokens_per_s=int(batch["input_lengths"].sum()) / step_s,
             step_s=step_s,
+            extra=measured,
         )
 
     def _meets_criterion(self, measured: float | None) -> bool:
@@ -246,11 +267,11 @@ class SftTrainer:
         return measured is not None and wanted is not None and measured >= wanted
 
     def _measure(self, step: int, *, needs_pass_rate: bool) -> tuple[float, float | None]:
-        """Return held-out accuracy and, if the stopping criterion needs it, the pass rate."""
+        """Return the held-out reward and, if the stopping criterion needs it, the pass rate."""
         sets = self._inputs.problems
         self._policy.prepare_for_generation()
         rate = None
-        accuracy = greedy_accuracy(
+        greedy = greedy_reward(
             self._policy, sets.heldout, inputs=self._inputs, samples=self._samples, step=step
         )
         if needs_pass_rate and self._config.stop_pass_rate is not None:
@@ -259,7 +280,7 @@ class SftTrainer:
                 self._policy, sets.validation, num_samples=num_samples, inputs=self._inputs
             )
         self._policy.finish_generation()
-        return accuracy, rate
+        return greedy, rate
 
 
 def _policies(config: RunConfig) -> dict[str, Settings]:

@@ -45,6 +45,7 @@ class Chart:
 CHARTS = (
     Chart("Reward", "mean of the samples", ("reward_mean", "reward_std")),
     Chart("Held-out accuracy", "share", ("accuracy", "pass_rate")),
+    Chart("Held-out reward", "mean of greedy completions", ("reward",)),
     Chart("Loss", "loss", ("loss",)),
     Chart("Loss of the value model", "per token", ("value_loss",)),
     Chart("Returns explained by the values", "share of the variance", ("explained_variance",)),

@@ -12,7 +12,7 @@ from rl_policy.config import flatten, new_run_config, read_yaml
 from rl_policy.recipes import find_recipe
 from rl_policy.run.directory import RunDirectory
 from rl_policy.run.environment import state_of
-from rl_policy.run.metrics import Row
+from rl_policy.run.metrics import Row, find_scores
 from rl_policy.run.samples import Sample, read_samples
 
 
@@ -52,10 +52,7 @@ class RunData:
 
     def scores(self) -> list[float]:
         """Return the scores that were measured, in the order of the steps."""
-        if self.score_column is None:
-            return []
-        found = [row.get(self.score_column) for row in self.rows]
-        return [value for value in found if value is not None]
+        return find_scores(self.rows, self.score_column)[1]
 
 
 def require_run(path: Path) -> RunDirectory:
@@ -93,7 +90,7 @@ def read_run(path: Path) -> RunData:
     return RunData(
         name=path.absolute().name,
         recipe=recipe,
-        score_column=find_recipe(recipe).metrics.score_column,
+        score_column=find_scores(rows, find_recipe(recipe).metrics.score_column)[0],
         rows=rows,
         samples=read_samples(directory.samples),
         warm_up=read_rows(RunDirectory(directory.warm_up).metrics),

@@ -20,6 +20,7 @@ _MOST_ROWS = 15
 _COLUMNS = {
     "reward_mean": "reward",
     "accuracy": "accuracy",
+    "reward": "held-out reward",
     "pass_rate": "pass rate",
     "heldout_margin": "margin",
     "loss": "loss",

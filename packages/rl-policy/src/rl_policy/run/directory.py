@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -53,6 +53,7 @@ class RunDirectory:
         self.warm_up = path / "warm_up"
         self.teacher = path / "teacher"
         self.failure = path / "failure.txt"
+        self.data = path / "data.json"
 
     def require_new(self) -> None:
         """Raise `ValueError` if the directory exists, or cannot be created."""
@@ -103,6 +104,32 @@ class RunDirectory:
         except OSError as error:
             raise ValueError(f"{self.config} cannot be written: {error}") from error
 
+    def keep_data(self, digests: Mapping[str, str]) -> None:
+        """Write digests of the rows that the run was prepared with, for `check_data`."""
+        write_durably(self.data, json.dumps(digests, indent=1) + "\n")
+
+    def check_data(self, digests: Mapping[str, str], *, path: object) -> None:
+        """Raise `ValueError` unless a resumed run has the rows that it began with.
+
+        Args:
+            digests: Those of the rows as they are now.
+            path: `data.path`, for the error.
+        """
+        if not self.data.exists():
+            return  # of a run that an earlier version began
+        kept = json.loads(self.data.read_text(encoding="utf-8"))
+        changed = [name for name in {**kept, **digests} if kept.get(name) != digests.get(name)]
+        if changed:
+            counts = ", ".join(
+                f"{name}: {_num_rows(kept, name)} then, {_num_rows(digests, name)} now"
+                for name in changed
+            )
+            raise ValueError(
+                f"data.path={path}: the rows have changed since the run in {self.path} began "
+                f"({counts}), and a resumed run would train on others, or on what it measures: "
+                "restore the data, or start a new run from the model of this one"
+            )
+
     def record_failure(self, error: Exception) -> None:
         """Append an exception that a worker's death has raised, with all that Ray reports of it."""
         with self.failure.open("a", encoding="utf-8") as file:
@@ -147,6 +174,10 @@ class RunDirectory:
                 )
             content["reward"]["function"] = list(functions)
         return parse_run_config(content)
+
+
+def _num_rows(digests: Mapping[str, str], name: str) -> str:
+    return digests.get(name, "none").rpartition(" ")[0] or "none"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ from rl_refit.report import Stopwatch
 from rl_policy.data.datasets import Problem
 from rl_policy.data.rewards import RewardError
 from rl_policy.run.inputs import ProblemInputs
+from rl_policy.run.metrics import HELDOUT_REWARD
 from rl_policy.run.samples import SampleLog
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from rl_interfaces import GenerationInterface, GenerationOutputSpec
 
 
-def greedy_accuracy(
+def greedy_reward(
     source: GenerationInterface,
     problems: Sequence[Problem],
     *,
@@ -28,7 +29,7 @@ def greedy_accuracy(
     samples: SampleLog | None = None,
     step: int = 0,
 ) -> float:
-    """Return the share of the problems that are solved by greedy decoding.
+    """Return the mean reward of greedy completions of the problems, see `name_score`.
 
     Args:
         source: Samples.
@@ -43,14 +44,14 @@ def greedy_accuracy(
     return sum(rewards) / len(rewards)
 
 
-def heldout_accuracy(
+def heldout_reward(
     moved: AbstractContextManager[GenerationInterface],
     *,
     inputs: ProblemInputs,
     samples: SampleLog,
     step: int,
 ) -> float:
-    """Return the share of the held-out problems that are solved by greedy decoding.
+    """Return the mean reward of greedy completions of the held-out problems, see `name_score`.
 
     Args:
         moved: Enters what samples, such as `Sampler.after_step`.
@@ -60,7 +61,26 @@ def heldout_accuracy(
     """
     with moved as source:
         heldout = inputs.problems.heldout
-        return greedy_accuracy(source, heldout, inputs=inputs, samples=samples, step=step)
+        return greedy_reward(source, heldout, inputs=inputs, samples=samples, step=step)
+
+
+def name_score(
+    value: float | None, *, inputs: ProblemInputs
+) -> tuple[float | None, dict[str, float]]:
+    """Return a mean reward on held-out problems as `accuracy`, or as the further column `reward`.
+
+    It is an accuracy only if the reward is 1 for a solved problem and 0 for any other.
+
+    Args:
+        value: The mean; None if it was not measured.
+        inputs: Of the run.
+
+    Returns:
+        The accuracy, and further columns.
+    """
+    if value is None or inputs.measures_solved:
+        return value, {}
+    return None, {HELDOUT_REWARD: value}
 
 
 @contextmanager

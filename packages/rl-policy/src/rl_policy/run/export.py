@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rl_interfaces.backend.checkpoint.hf_files import cannot_be_loaded
+from rl_interfaces.backend.checkpoint.hf_files import (
+    SafetensorsFiles,
+    auto_class,
+    cannot_be_loaded,
+    read_kept_files,
+    save_weights,
+    saved_dtype,
+    write_config,
+)
+from transformers import AutoConfig
 
 from rl_policy.config import parse_run_config, read_yaml
 from rl_policy.run.directory import (
@@ -20,7 +31,13 @@ from rl_policy.run.inputs import RunInputs, load_encoder
 from rl_policy.run.metrics import RunDisplay
 from rl_policy.run.session import AnySession, Session, base_model, open_cluster, open_policy
 
-_ADAPTERS = "adapter_config.json"
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_ADAPTERS, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# The head of each task of peft.
+_HEADS = {"CAUSAL_LM": "language_model", "SEQ_CLS": "reward", "TOKEN_CLS": "value"}
+_SCORE_LAYERS = (".score.weight", ".classifier.weight")
 
 
 def initial_model(session: AnySession) -> str:
@@ -126,24 +143,59 @@ def _merge_adapters(path: Path, out: Path, *, model: str | None) -> str:
         raise ValueError(
             f'{path} has adapters, which peft merges: pip install "rl-policy[lora]"'
         ) from error
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     content = json.loads((path / _ADAPTERS).read_text(encoding="utf-8"))
     key = "--model" if model else f"{path / _ADAPTERS}: base_model_name_or_path"
     name = model or content.get("base_model_name_or_path")
     if not name:
         raise ValueError(f"{path / _ADAPTERS} names no model: give --model")
+    head = _head_of(path, content)
     try:
-        base = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+        base = _base_model(name, head=head, num_labels=_num_labels(path))
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise ValueError(cannot_be_loaded(key, name, error)) from error
-    merged = PeftModel.from_pretrained(base, str(path)).merge_and_unload()  # pyright: ignore[reportCallIssue]
+    text = base.config.get_text_config()
+    if head != "language_model" and text.pad_token_id is None:
+        # transformers finds the last token of a row by it.
+        text.pad_token_id = tokenizer.pad_token_id
+    merged: Any = PeftModel.from_pretrained(base, str(path)).merge_and_unload()  # pyright: ignore[reportCallIssue]
 
     def write(partial: Path) -> None:
-        merged.save_pretrained(partial)
+        dtype = saved_dtype(name, base.config)
+        save_weights(merged.to(dtype), partial)
+        write_config(base.config, partial, dtype=dtype, model=merged)
+        for file, text in read_kept_files(name).items():
+            (partial / file).write_bytes(text)
         tokenizer.save_pretrained(partial)
 
     out.parent.mkdir(parents=True, exist_ok=True)
     write_directory(out, write)
     return f"{name} and the adapters of {path}"
+
+
+def _head_of(path: Path, content: Mapping[str, object]) -> str:
+    """Return the `policy.head` of adapters, by their task."""
+    task = content.get("task_type") or "CAUSAL_LM"
+    if task not in _HEADS:
+        raise ValueError(
+            f"{path / _ADAPTERS}: task_type={task!r} cannot be merged, only {sorted(_HEADS)} can"
+        )
+    return _HEADS[str(task)]
+
+
+def _base_model(name: str, *, head: str, num_labels: int | None) -> PreTrainedModel:
+    """Return the model that adapters belong to, in the dtype that it is saved in."""
+    config = AutoConfig.from_pretrained(name)
+    options: dict[str, Any] = {} if num_labels is None else {"num_labels": num_labels}
+    return auto_class(head, config).from_pretrained(name, dtype="auto", **options)
+
+
+def _num_labels(path: Path) -> int | None:
+    """Return the outputs of the score layer that adapters come with; None without one."""
+    if not (path / _WEIGHTS).is_file():
+        return None
+    with SafetensorsFiles([str(path / _WEIGHTS)]) as files:
+        layers = [name for name in files.names if name.endswith(_SCORE_LAYERS)]
+        return files.shape(layers[0])[0] if layers else None

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from rl_interfaces import AdapterSendingWorker
 from rl_interfaces.backend.checkpoint.hf_files import cannot_be_loaded
+from rl_interfaces.backend.end_tokens import end_token_ids
 from rl_interfaces.backend.generation import SamplingConfig
 from rl_interfaces.backend.torch_optim import check_schedule_length, parse_scheduler
 from rl_interfaces.config.schema import check_typed_dict
@@ -22,7 +25,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from rl_policy import backends
 from rl_policy.config import (
     BUILTIN_MODEL,
-    DataSection,
+    EXACT_MATCH,
     EnvironmentSection,
     RefitSection,
     RewardSection,
@@ -31,7 +34,6 @@ from rl_policy.config import (
     naming_section,
 )
 from rl_policy.data.batches import ProblemEncoder
-from rl_policy.data.chat_template import prompt_name
 from rl_policy.data.datasets import (
     ExactMatch,
     PreferencePair,
@@ -41,7 +43,20 @@ from rl_policy.data.datasets import (
     divide_problems,
     read_problems,
 )
-from rl_policy.data.rewards import GivenReward, Reward, RewardFunction, WeightedRewards
+from rl_policy.data.items import count_repeated, first_items, frozen, select, sources_of
+from rl_policy.data.overlong import (
+    drop_overlong,
+    find_overlong,
+    refuse_overlong,
+    report_overlong,
+)
+from rl_policy.data.rewards import (
+    GivenReward,
+    Reward,
+    RewardFunction,
+    WeightedRewards,
+    is_solved_share,
+)
 from rl_policy.data.tiny_model import build_tokenizer, tiny_model_config
 from rl_policy.environments.pool import open_pool, probe
 from rl_policy.environments.rollouts import Episode, EpisodePlayer, take_prompt
@@ -52,18 +67,19 @@ from rl_policy.generation.vllm.config import (
 )
 from rl_policy.generation.vllm.quantized import block_fp8_tensors
 from rl_policy.recipes import find_recipe
+from rl_policy.run.limits import check_data, check_policies
 from rl_policy.run.machine import check_devices, check_model_files, model_config
 from rl_policy.run.trackers import check_trackers
 
 if TYPE_CHECKING:
     from rl_interfaces import PolicyWorker
 
-ItemT = TypeVar("ItemT")
+ItemT = TypeVar("ItemT", Problem, PreferencePair)
 
 _LOGGER = logging.getLogger(__name__)
 
-EXACT_MATCH = "exact_match"
-"""Among `reward.function`: the reward of a run without functions."""
+# Of rows that are all alike.
+_LOOKED_AT = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +99,13 @@ class RunInputs:
         """The model's tokenizer."""
         return self.encoder.tokenizer
 
+    def digests(self) -> Mapping[str, str]:
+        """Return a text by set of rows that changes if its rows do; a resumed run needs the same.
+
+        None by default: a recipe that has rows returns theirs.
+        """
+        return {}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProblemInputs(RunInputs):
@@ -98,6 +121,15 @@ class ProblemInputs(RunInputs):
     reward: Reward
     episodes: EpisodePlayer | None = None
 
+    def digests(self) -> Mapping[str, str]:
+        """Return those of the problems."""
+        return self.problems.digests()
+
+    @property
+    def measures_solved(self) -> bool:
+        """Whether a mean reward is the share of the problems that are solved."""
+        return self.episodes is None and is_solved_share(self.reward)
+
 
 def prepare_inputs(config: RunConfig) -> RunInputs:
     """Return the inputs of a run; nothing is written, and no process but reward functions' starts.
@@ -112,9 +144,12 @@ def prepare_inputs(config: RunConfig) -> RunInputs:
     check_model_files(config.policy)
     encoder = load_encoder(config)
     encoder.check_template()
-    _check_backend(config, recipe.policies(config))
+    policies = recipe.policies(config)
+    _check_backend(config, policies)
+    check_policies(policies)
     # After the backend, as it reads files of any size.
     inputs = recipe.prepare(config, encoder)
+    check_data(config, inputs)
     check_engines(config)
     return inputs
 
@@ -128,12 +163,17 @@ def load_encoder(config: RunConfig) -> ProblemEncoder:
     tokenizer = _load_tokenizer(config)
     _check_tokens(config, tokenizer)
     generation: Settings = config.policy.get("generation") or {}
+    ends = end_token_ids(
+        None if config.has_builtin_model else config.policy["model_name"],
+        tokenizer,
+        trust_remote_code=config.policy["trust_remote_code"],
+    )
     return ProblemEncoder(
         tokenizer,
         use_chat_template=config.data.use_chat_template,
         system_prompt=config.data.system_prompt,
         template_arguments=config.data.chat_template_kwargs,
-        stop_token_ids=generation.get("stop_token_ids", ()),
+        stop_token_ids=(*ends, *generation.get("stop_token_ids", ())),
         stop_strings=generation.get("stop_strings", ()),
     )
 
@@ -142,7 +182,7 @@ def prepare_problems(
     config: RunConfig,
     encoder: ProblemEncoder,
     *,
-    num_validation: int = 0,
+    num_validation: int | None = 0,
     imitates_answers: bool = False,
     is_measured_only: bool = False,
     has_environment: bool = False,
@@ -152,7 +192,8 @@ def prepare_problems(
     Args:
         config: With the section `reward`.
         encoder: Of the run.
-        num_validation: Problems to hold out for the stopping criterion of a supervised part.
+        num_validation: Prompts to hold out for the stopping criterion of a supervised part. None:
+            the default for the number of prompts.
         imitates_answers: Whether answers are trained on, whatever the reward is.
         is_measured_only: Whether all problems of `data.path` are held out.
         has_environment: Whether an environment rewards episodes, and no answer is compared.
@@ -163,20 +204,32 @@ def prepare_problems(
     section = config.section(RewardSection)
     problems = _load_problems(
         config,
+        encoder,
         num_validation=num_validation,
         needs_answer=imitates_answers or (needs_answers(section) and not has_environment),
         is_measured_only=is_measured_only,
     )
-    check_shares(problems.train, config.data.weights)
-    measured = (*problems.train, *problems.heldout, *problems.validation)
+    measured = first_items(problems.train, problems.heldout, problems.validation)
     encoder.check_conversations(measured, has_answers=False)
-    check_prompts(config, measured, encoder=encoder)
+    problems = _fit_prompts(config, problems, encoder=encoder)
+    check_shares(problems.train, config.data.weights)
     compares_all = section.function is None and section.answer_pattern is None
     if compares_all and not has_environment:
-        _check_answers(config, measured, encoder=encoder)
+        for each in (problems.train, problems.heldout, problems.validation):
+            _check_answers(config, each, encoder=encoder)
     # Last, as it starts the processes of reward functions.
     reward = build_reward(section)
     return ProblemInputs(config=config, encoder=encoder, problems=problems, reward=reward)
+
+
+def warn_of_repeated(problems: Sequence[Problem]) -> None:
+    """Log a warning if prompts to sample from are repeated, with the number of such rows."""
+    if repeated := count_repeated(problems):
+        _LOGGER.warning(
+            "data.path: %d of %d rows have the prompt of an earlier row, and each is sampled from",
+            repeated,
+            len(problems),
+        )
 
 
 def prepare_episodes(config: RunConfig, inputs: ProblemInputs) -> ProblemInputs:
@@ -194,7 +247,8 @@ def prepare_episodes(config: RunConfig, inputs: ProblemInputs) -> ProblemInputs:
     if section.function is None:
         return inputs
     problems = inputs.problems
-    inputs.encoder.check_turns((*problems.train, *problems.heldout), role=section.role)
+    for each in (problems.train, problems.heldout):
+        inputs.encoder.check_turns(each[:_LOOKED_AT], role=section.role)
     pool = open_pool(section.function, limit_s=section.timeout_s, max_groups=section.processes)
     try:
         started = Episode(0, problems.train[0])
@@ -304,18 +358,29 @@ def check_sampling(config: RunConfig) -> None:
 
 
 def read_own_data(
-    data: DataSection, read: Callable[..., list[ItemT]], **options: object
-) -> tuple[list[ItemT] | None, list[ItemT] | None]:
+    config: RunConfig,
+    encoder: ProblemEncoder,
+    read: Callable[..., Sequence[ItemT]],
+    **options: object,
+) -> tuple[Sequence[ItemT] | None, Sequence[ItemT] | None]:
     """Return the items of `data.path` and `data.heldout_path`, None for a path that is not set.
 
     Args:
-        data: The section.
+        config: Of the run.
+        encoder: Of the run.
         read: `read_problems`, or another function with its arguments.
         options: Further arguments of `read`.
 
     Raises:
-        ValueError: Data cannot be read, or only `data.heldout_path` is set.
+        ValueError: Data cannot be read, only `data.heldout_path` is set, or neither is, for another
+            model than the one that a run builds.
     """
+    data = config.data
+    if data.path is None and not (config.has_builtin_model or _has_builtin_tokens(encoder)):
+        raise ValueError(
+            f"policy.model_name={config.policy['model_name']!r} needs data.path, a file of JSON "
+            "lines or the name of a dataset: only the model that is built here has data of its own"
+        )
     if data.path is None and data.heldout_path is not None:
         raise ValueError(f"data.heldout_path={data.heldout_path} needs data.path")
     options |= {"columns": data.columns, "split": data.split}
@@ -335,7 +400,7 @@ def check_shares(
         train: What is trained on.
         weights: `data.weights`.
     """
-    present = {each.source for each in train}
+    present = set(sources_of(train).tolist())
     for number, weight in enumerate(weights or ()):
         if number not in present:
             raise ValueError(
@@ -344,18 +409,123 @@ def check_shares(
             )
 
 
-def check_rows(rows: Sequence[Problem], *, encoder: ProblemEncoder, limit: int, key: str) -> None:
-    """Raise `ValueError` unless every prompt fits into a sequence together with its answer.
+def _has_builtin_tokens(encoder: ProblemEncoder) -> bool:
+    """Return whether a model has the tokens of the built-in one, from which it was trained."""
+    return encoder.tokenizer.get_vocab() == build_tokenizer().get_vocab()
+
+
+def fit_answers(
+    config: RunConfig, rows: Sequence[ItemT], *, encoder: ProblemEncoder, limit: int, key: str
+) -> Sequence[ItemT]:
+    """Return rows whose prompts and answers fit into a sequence, by `data.overlong`.
 
     Args:
-        rows: What is trained on.
-        encoder: Of the run.
+        config: Of the run.
+        rows: Problems or preference pairs, which are trained on.
+        encoder: Of the run. Its batches truncate, if rows are to be truncated.
         limit: Most tokens of a sequence.
         key: The config key that says so.
+
+    Raises:
+        ValueError: A row is too long, and `data.overlong` is `error`; or none is left.
     """
-    prompt, length = _longest(rows, (len(each.tokens) for each in encoder.examples(rows)))
-    if length > limit:
-        raise ValueError(f"{prompt} and its answer have {length} tokens, more than {key}={limit}")
+
+    def problems_of(item: Problem | PreferencePair) -> Sequence[Problem]:
+        return item.rows if isinstance(item, PreferencePair) else (item,)
+
+    def longest(items: Sequence[Any], count: Callable[[list[Problem]], list[int]]) -> list[int]:
+        flat = [problem for item in items for problem in problems_of(item)]
+        lengths = iter(count(flat))
+        return [max(next(lengths) for _ in problems_of(item)) for item in items]
+
+    def whole(problems: list[Problem]) -> list[int]:
+        return [len(each.tokens) for each in encoder.examples(problems)]
+
+    def prompts(problems: list[Problem]) -> list[int]:
+        return [each.prompt_length for each in encoder.examples(problems)]
+
+    def describe(item: Problem | PreferencePair, length: int) -> str:
+        return (
+            f"the prompt {item.prompt[:40]!r} and its answer have {length} tokens, more than "
+            f"{key}={limit}"
+        )
+
+    measure = partial(longest, count=whole)
+    long_rows = find_overlong(rows, measure, limit=limit, overhead=_overhead(encoder))
+    if config.data.overlong == "truncate" and long_rows:
+        encoder.max_row_tokens = limit
+        at = np.array([index for index, _ in long_rows])
+        # Of which no token of the answer would be left.
+        lengths = longest(select(rows, at), prompts)
+        hopeless = [
+            pair for pair, length in zip(long_rows, lengths, strict=True) if length >= limit
+        ]
+        report_overlong(rows, long_rows, mode="truncate", describe=describe)
+        return drop_overlong(rows, hopeless, describe=describe)
+    if config.data.overlong == "drop":
+        return drop_overlong(rows, long_rows, describe=describe)
+    refuse_overlong(rows, long_rows, describe=describe)
+    return rows
+
+
+def _fit_prompts(
+    config: RunConfig, problems: ProblemSets, *, encoder: ProblemEncoder
+) -> ProblemSets:
+    """Return problems whose prompts leave room for a completion, by `data.overlong`."""
+    new = config.policy["generation"]["max_new_tokens"]
+    limits = _length_limits(config)
+    key, longest = min(limits.items(), key=lambda item: item[1])
+    describe = _describe_prompt(new=new, key=key, longest=longest)
+    overhead = _overhead(encoder)
+
+    def measure(items: Sequence[Problem]) -> list[int]:
+        return [len(each) for each in encoder.prompt_tokens(items)]
+
+    mode, limit = config.data.overlong, longest - new
+
+    def fit(rows: Sequence[Problem]) -> Sequence[Problem]:
+        if not rows:
+            return rows
+        long_rows = find_overlong(rows, measure, limit=limit, overhead=overhead, part="prompt")
+        if mode == "drop":
+            return drop_overlong(rows, long_rows, describe=describe)
+        if mode == "error" or limit < 1:
+            refuse_overlong(rows, long_rows, describe=describe)
+        elif long_rows:
+            encoder.max_prompt_tokens = limit
+            report_overlong(rows, long_rows, mode=mode, describe=describe)
+        return rows
+
+    train = fit(problems.train)
+    same = problems.demonstrations is problems.train
+    return ProblemSets(
+        train=train,
+        heldout=fit(problems.heldout),
+        validation=fit(problems.validation),
+        demonstrations=train if same else problems.demonstrations,
+    )
+
+
+def _describe_prompt(*, new: int, key: str, longest: int) -> Callable[[Problem, int], str]:
+    def describe(problem: Problem, length: int) -> str:
+        return (
+            f"the prompt {problem.prompt[:40]!r} has {length} tokens: with policy.generation."
+            f"max_new_tokens={new} it exceeds {key}={longest}"
+        )
+
+    return describe
+
+
+def _overhead(encoder: ProblemEncoder) -> int | None:
+    """Return the tokens that a row has besides those of its texts; None if they are not known."""
+    message = {"role": "user", "content": "a"}
+    plain, rendered = Problem("a", "a"), Problem("a", "a", messages=(message,))
+    has_template = bool(getattr(encoder.tokenizer, "chat_template", None))
+    try:
+        examples = encoder.examples([plain, rendered] if has_template else [plain])
+        return max(len(each.tokens) for each in examples)
+    except ValueError:
+        return None
 
 
 def _load_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
@@ -447,10 +617,15 @@ def _check_tokens(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None
 
 
 def _load_problems(
-    config: RunConfig, *, num_validation: int, needs_answer: bool, is_measured_only: bool
+    config: RunConfig,
+    encoder: ProblemEncoder,
+    *,
+    num_validation: int | None,
+    needs_answer: bool,
+    is_measured_only: bool,
 ) -> ProblemSets:
     data = config.data
-    problems, heldout = read_own_data(data, read_problems, needs_answer=needs_answer)
+    problems, heldout = read_own_data(config, encoder, read_problems, needs_answer=needs_answer)
     if problems is None:
         return arithmetic_problems(
             max_number=data.max_number,
@@ -460,7 +635,8 @@ def _load_problems(
             seed=config.seed,
         )
     if is_measured_only:
-        return ProblemSets(train=(), heldout=tuple(problems), validation=(), demonstrations=())
+        heldout = frozen(problems)
+        return ProblemSets(train=(), heldout=heldout, validation=(), demonstrations=())
     return divide_problems(
         problems,
         heldout=heldout,
@@ -481,12 +657,12 @@ def check_prompts(
         encoder: Of the run.
     """
     new = config.policy["generation"]["max_new_tokens"]
-    prompt, length = _longest(problems, map(len, encoder.prompt_tokens(problems)))
+    lengths = [len(each) for each in encoder.prompt_tokens(problems)]
+    length, at = max((length, -index) for index, length in enumerate(lengths))
     for key, longest in _length_limits(config).items():
         if length + new > longest:
             raise ValueError(
-                f"{prompt} has {length} tokens: with policy.generation."
-                f"max_new_tokens={new} it exceeds {key}={longest}"
+                _describe_prompt(new=new, key=key, longest=longest)(problems[-at], length)
             )
 
 
@@ -495,11 +671,15 @@ def _check_answers(
 ) -> None:
     """Check that every answer fits into a completion, which is the answer and nothing else."""
     new = config.policy["generation"]["max_new_tokens"]
-    prompt, length = _longest(problems, encoder.answer_lengths(problems))
-    if length > new:
+    (overhead,) = encoder.answer_lengths([Problem("a", "a")])
+    for index, length in find_overlong(
+        problems, encoder.answer_lengths, limit=new, overhead=overhead, part="answer"
+    ):
+        problem = problems[index]
+        place = f"{problem.place}: " if problem.place else ""
         raise ValueError(
-            f"the answer to {prompt} has {length} tokens with the end token, more than "
-            f"policy.generation.max_new_tokens={new}: no completion can be right"
+            f"{place}the answer to {problem.prompt[:40]!r} has {length} tokens with the end token, "
+            f"more than policy.generation.max_new_tokens={new}: no completion can be right"
         )
 
 
@@ -511,11 +691,6 @@ def _length_limits(config: RunConfig) -> dict[str, int]:
         # The engine would truncate completions there, as if the policy had ended them itself.
         limits["policy.generation.vllm_cfg.max_model_len"] = longest
     return limits
-
-
-def _longest(problems: Iterable[Problem], lengths: Iterable[int]) -> tuple[str, int]:
-    problem, length = max(zip(problems, lengths, strict=True), key=lambda pair: pair[1])
-    return prompt_name(problem), length
 
 
 def _check_backend(config: RunConfig, policies: Mapping[str, Settings]) -> None:

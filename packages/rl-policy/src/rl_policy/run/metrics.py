@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 Row: TypeAlias = dict[str, float | None]
 """A line of `metrics.jsonl`: numbers by name, None if one was not measured or is not finite."""
 
+HELDOUT_REWARD = "reward"
+"""The column of the mean reward of greedy completions of held-out problems. It takes the place of
+`accuracy` in runs whose reward is not 1 for a solved problem and 0 for any other."""
+
 _LOGGER = logging.getLogger(__name__)
 
 _REWARD_COLOR, _ACCURACY_COLOR = "#4c72b0", "#c44e52"
@@ -51,7 +55,8 @@ class StepMetrics:
         extra: Further columns, which only some runs have.
         diagnostics: Numbers for trackers alone.
         score_column: The column that says how good the model is on held-out data, larger being
-            better: the checkpoint with the best is kept, and the summary of a run shows it.
+            better: the checkpoint with the best is kept, and the summary of a run shows it. In its
+            place a run may have `HELDOUT_REWARD`.
         headline: What the progress bar shows, `{shown name: column}`.
     """
 
@@ -68,12 +73,19 @@ class StepMetrics:
 
     def score(self) -> float | None:
         """Return the number in the score column; None if it was not measured."""
-        return None if self.score_column is None else self.row()[self.score_column]
+        if self.score_column is None:
+            return None
+        row = self.row()
+        score = row[self.score_column]
+        return row.get(HELDOUT_REWARD) if score is None else score
 
     def shown(self) -> Row:
         """Return what the progress bar shows."""
         row = self.row()
-        return {name: row[column] for name, column in self.headline.items()}
+        shown = {name: row[column] for name, column in self.headline.items()}
+        if HELDOUT_REWARD in self.extra:
+            shown["held-out reward"] = row[HELDOUT_REWARD]
+        return shown
 
 
 class MetricsLog(AbstractContextManager["MetricsLog"]):
@@ -122,6 +134,20 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
 def read_metrics(path: Path) -> list[Row]:
     """Return the rows of a `metrics.jsonl`."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def find_scores(rows: Sequence[Row], column: str | None) -> tuple[str | None, list[float]]:
+    """Return the name of the score of a run, and the scores in the order of the steps.
+
+    Args:
+        rows: The objects of `metrics.jsonl`.
+        column: The score column of the recipe; None if it has none.
+    """
+    for name in () if column is None else (column, HELDOUT_REWARD):
+        scores = [value for row in rows if (value := row.get(name)) is not None]
+        if scores:
+            return name, scores
+    return column, []
 
 
 def mean_metrics(result: TrainOutputSpec) -> dict[str, float]:
@@ -206,7 +232,7 @@ class Phase:
 
 
 def plot_reward(rows: Sequence[Row], path: Path) -> None:
-    """Write training reward and held-out accuracy over the steps as a PNG.
+    """Write training reward and held-out accuracy, or reward, over the steps as a PNG.
 
     Without matplotlib, of the extra `plot`, the log says that there is no picture.
 
@@ -227,22 +253,26 @@ def plot_reward(rows: Sequence[Row], path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     reward, accuracy = _points(rows, "reward_mean"), _points(rows, "accuracy")
+    heldout = accuracy or _points(rows, HELDOUT_REWARD)
+    name = "accuracy" if accuracy else "reward"
     axes.plot(*_columns(reward), color=_REWARD_COLOR, linewidth=1.2)
-    axes.plot(*_columns(accuracy), color=_ACCURACY_COLOR, linewidth=2, marker="o", markersize=4)
-    is_reward_above = (reward[-1][1] if reward else 0.0) > (accuracy[-1][1] if accuracy else 0.0)
+    axes.plot(*_columns(heldout), color=_ACCURACY_COLOR, linewidth=2, marker="o", markersize=4)
+    is_reward_above = (reward[-1][1] if reward else 0.0) > (heldout[-1][1] if heldout else 0.0)
     # The names stand beside the last points, one above the other, so that they never overlap.
     _label_end(axes, reward, "train reward\n(sampled)", _REWARD_COLOR, is_above=is_reward_above)
-    _label_end(
-        axes, accuracy, "held-out accuracy\n(greedy)", _ACCURACY_COLOR, is_above=not is_reward_above
-    )
-    axes.set_xlabel("GRPO step")
-    axes.set_ylabel("share of answers that are right")
-    axes.set_ylim(-0.02, 1.05)
+    label = f"held-out {name}\n(greedy)"
+    _label_end(axes, heldout, label, _ACCURACY_COLOR, is_above=not is_reward_above)
+    axes.set_xlabel("step")
+    if accuracy:
+        axes.set_ylabel("share of answers that are right")
+        axes.set_ylim(-0.02, 1.05)
+    else:
+        axes.set_ylabel("reward")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)
-    if accuracy:
-        (_, first), (_, last) = accuracy[0], accuracy[-1]
-        axes.set_title(f"Held-out accuracy {first:.2f} \u2192 {last:.2f}", loc="left")
+    if heldout:
+        (_, first), (_, last) = heldout[0], heldout[-1]
+        axes.set_title(f"Held-out {name} {first:.2f} \u2192 {last:.2f}", loc="left")
     figure.savefig(path, dpi=150)
 
 
@@ -262,7 +292,7 @@ def _label_end(
 
 
 def _points(rows: Sequence[Row], name: str) -> list[tuple[float, float]]:
-    return [(row["step"] or 0, value) for row in rows if (value := row[name]) is not None]
+    return [(row["step"] or 0, value) for row in rows if (value := row.get(name)) is not None]
 
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:

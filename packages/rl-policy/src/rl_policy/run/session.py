@@ -30,7 +30,14 @@ from rl_policy.run.directory import (
 )
 from rl_policy.run.environment import record_environment, recorded_status
 from rl_policy.run.inputs import RunInputs
-from rl_policy.run.metrics import MetricsLog, Phase, RunDisplay, StepMetrics, read_metrics
+from rl_policy.run.metrics import (
+    MetricsLog,
+    Phase,
+    RunDisplay,
+    StepMetrics,
+    find_scores,
+    read_metrics,
+)
 from rl_policy.run.samples import SampleLog
 from rl_policy.run.trackers import TrackedRun, open_trackers
 
@@ -295,6 +302,7 @@ def run_loop(
     ):
         if state.is_new and eval_at_start:
             state = _record(trainer, state, trainer.measure_start(), log=log, phase=phase)
+        can_return = policy.keep_random_state()
         while state.step < num_steps and not state.is_done:
             step = state.step + 1
             is_saved = step % every == 0 or step == num_steps
@@ -305,9 +313,10 @@ def run_loop(
                     needs_score=is_saved,
                 )
             except RewardError as error:
-                # What was trained is whole: it is for the reward alone to be mended. But weights
-                # after a step that is not recorded are not those of the state.
-                if state.step > saved and not error.policy_has_changed:
+                # The policy is that of the last recorded step, unless this step has trained it.
+                # With the random state of then, the resumed run samples the same again.
+                if state.step > saved and can_return and not error.policy_has_changed:
+                    policy.restore_random_state()
                     log.sync()
                     _save_if_there_is_room(session, policy, state, save_also)
                 raise
@@ -317,6 +326,7 @@ def run_loop(
                 log.sync()
                 _save_if_there_is_room(session, policy, state, save_also)
                 saved = state.step
+            policy.keep_random_state()
     save_final(session, policy)
 
 
@@ -376,7 +386,7 @@ class RunSummary:
 
     Attributes:
         steps: Steps of the recipe.
-        score_name: The column of the score, for example `accuracy`; None if the recipe has none.
+        score_name: The column of the score, `accuracy` or `reward`; None if the recipe has none.
         first_score: The first score that was measured on held-out data; None if none was.
         last_score: The last.
         seconds: Of this call, which may have resumed a run.
@@ -429,11 +439,10 @@ def execute(inputs: RunInputs, directory: RunDirectory, *, display: RunDisplay) 
     if inputs.config.report.at_end:
         _write_report(directory, display)
     rows = read_metrics(directory.metrics)
-    column = recipe.metrics.score_column
-    scores = [row[column] for row in rows if column is not None and row[column] is not None]
+    score_name, scores = find_scores(rows, recipe.metrics.score_column)
     return RunSummary(
         steps=int(rows[-1]["step"] or 0),
-        score_name=column,
+        score_name=score_name,
         first_score=scores[0] if scores else None,
         last_score=scores[-1] if scores else None,
         seconds=perf_counter() - started,

@@ -65,6 +65,7 @@ FIELD_NAMES = {
     "truncated_share": "train/completions/clipped_ratio",
     "zero_advantage_share": "train/frac_reward_zero_std",
     "accuracy": "val/accuracy",
+    "reward": "val/reward",
 }
 """Our columns, and the names under which other trainers report the same."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 from rl_batched_data import BatchedDataDict
+from rl_interfaces.backend.end_tokens import end_token_ids
 
 from rl_policy.tinker.losses import TARGETS, make_loss
 from rl_policy.tinker.requests import AdamSettings, RequestError, SamplingSettings
@@ -115,6 +116,11 @@ class TinkerEngine:
         self.limits = limits
         self._policy = policy
         self._tokenizer = tokenizer
+        self._end_token_ids = end_token_ids(
+            policy.config["model_name"],
+            tokenizer,
+            trust_remote_code=policy.config["trust_remote_code"],
+        )
         self._sets = policy.adapter_sets
         self._data_parallel = policy.data_parallel
 
@@ -245,7 +251,7 @@ class TinkerEngine:
     def _has_stopped(self, tokens: list[int], options: SamplingOptions) -> bool:
         ends = set(options["stop_token_ids"])
         if options["stops_at_end"]:
-            ends.add(self._tokenizer.eos_token_id)  # pyright: ignore[reportArgumentType] # an id
+            ends.update(self._end_token_ids)
         if tokens[-1] in ends:
             return True
         strings = options["stop_strings"]

@@ -103,29 +103,37 @@ class TinkerLoss:
         difference = logprobs - columns["logprobs"]
         if self.name == "dro":
             return -(logprobs * advantages - 0.5 * self.settings["beta"] * difference.square())
-        if self.name == "gspo":
-            return self._clipped(self._sequence_ratio(logprobs, difference, columns), advantages)
         # Where nothing is to be learned no ratio may overflow: infinity times 0 is NaN.
-        ratio = torch.where(advantages != 0, difference, 0.0).exp()
+        is_learned = advantages != 0
+        if self.name == "gspo":
+            log_ratio = self._sequence_log_ratio(logprobs, difference, columns)
+            return self._clipped(torch.where(is_learned, log_ratio, 0.0), advantages)
+        log_ratio = torch.where(is_learned, difference, 0.0)
         if self.name == "importance_sampling":
-            return -ratio * advantages
+            return -log_ratio.exp() * advantages
         if self.name == "ppo":
-            return self._clipped(ratio, advantages)
-        return -self._clip(ratio).detach() * advantages * logprobs
+            return self._clipped(log_ratio, advantages)
+        weight = self._clip(log_ratio.detach().exp())
+        return -weight * advantages * torch.where(is_learned, logprobs, 0.0)
 
-    def _clipped(self, ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-        return -torch.minimum(ratio * advantages, self._clip(ratio) * advantages)
+    def _clipped(self, log_ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+        ratio = log_ratio.detach().exp()
+        bounded = self._clip(ratio) * advantages
+        # A clipped token has no gradient, whatever its ratio is.
+        is_clipped = bounded < ratio * advantages
+        free = torch.where(is_clipped, 0.0, log_ratio).exp() * advantages
+        return -torch.where(is_clipped, bounded, free)
 
     def _clip(self, ratio: torch.Tensor) -> torch.Tensor:
         return ratio.clamp(self.settings[_LOW], self.settings[_HIGH])
 
-    def _sequence_ratio(
+    def _sequence_log_ratio(
         self, logprobs: torch.Tensor, difference: torch.Tensor, columns: dict[str, torch.Tensor]
     ) -> torch.Tensor:
         mask = (columns["sequence_ratio_mask"] != 0).float()
         total = (torch.where(mask > 0, difference.detach(), 0.0)).sum(dim=1, keepdim=True)
         mean = total / mask.sum(dim=1, keepdim=True).clamp(min=1)
-        return (mean + logprobs - logprobs.detach()).exp()
+        return mean + torch.nan_to_num(logprobs - logprobs.detach())
 
 
 def make_loss(

@@ -20,7 +20,7 @@ from rl_refit.testing.pair import (
     some_tensors,
 )
 
-LIMIT_S = 20.0
+LIMIT_S = 300.0
 SHARES = (0.01, 0.0, 0.2, 1.0, 0.01)
 
 

@@ -28,7 +28,7 @@ from rl_refit.testing.pair import (
 )
 from rl_refit.testing.rules import warm_up
 
-LIMIT_S = 30.0
+LIMIT_S = 300.0
 LOST_S = 2.0
 """With one buffer both sides wait until the limit if an announcement is lost: so a short one."""
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from pathlib import Path
 
-GONE_WITHIN_S = 10.0
+GONE_WITHIN_S = 300.0
 """Limit for what ends in the background, a thread for example."""
 
 Snapshot = dict[str, list[str]]

@@ -24,7 +24,7 @@ from rl_refit.testing.pair import (
 )
 from rl_refit.transports import find_transport
 
-SILENCE_S = 1.0
+SILENCE_S = 2.0
 """Limit of a receiver's silence; the others answer far earlier also on a busy machine."""
 
 

@@ -23,8 +23,8 @@ from rl_refit.sender import RefitSender, Verify
 from rl_refit.source import TensorSource, WeightSource
 from rl_refit.transports import Grant, SendingSide
 
-LIMIT_S = 20.0
-"""Far more than a refit of a few kilobytes takes on a busy machine."""
+LIMIT_S = 300.0
+"""Limit of a refit that succeeds: no rule takes as long, unless it finds that something hangs."""
 
 Tensors = dict[str, torch.Tensor]
 Result = TypeVar("Result")
@@ -163,7 +163,7 @@ class RefitPair:
         num_receivers: int = 1,
         bucket_bytes: int = 16 << 10,
         num_buffers: int = 2,
-        timeout_s: float = 20.0,
+        timeout_s: float = LIMIT_S,
         delta: bool = False,
         min_receivers: int | None = None,
         receiver_timeout_s: float | None = None,
@@ -188,7 +188,7 @@ class RefitPair:
         address: Mapping[str, str | int],
         rank: int = 0,
         *,
-        timeout_s: float = 20.0,
+        timeout_s: float = LIMIT_S,
         expected: Sequence[tuple[str, torch.dtype, Sequence[int]]] | None = None,
         into: Mapping[str, torch.Tensor] | None = None,
     ) -> RefitReceiver:
@@ -378,7 +378,7 @@ def receiver_in_thread(
     rank: int = 0,
     *,
     send: Callable[[int], object],
-    timeout_s: float = 60.0,
+    timeout_s: float = LIMIT_S,
 ) -> Generator[Callable[[int], Tensors]]:
     """Yield a function that refits to a version and returns the tensors that were received.
 

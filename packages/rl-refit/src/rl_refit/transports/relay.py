@@ -283,7 +283,7 @@ class Upstream(Closing):
         Raises:
             RefitError: The sender is gone.
         """
-        limit_s = min(_HANDSHAKE_S, deadline.remaining("answer of the head of the chain"))
+        limit_s = deadline.remaining("answer of the head of the chain")
         try:
             with frames.connect((self._grant.host, self._grant.port), self._key, limit_s) as sock:
                 frames.send_frame(sock, msgspec.msgpack.encode(request))

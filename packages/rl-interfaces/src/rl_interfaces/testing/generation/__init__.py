@@ -196,7 +196,7 @@ class Streams(ABC):
         collect_timeout_s: Most seconds until one of few submissions has finished.
     """
 
-    collect_timeout_s: float = 60.0
+    collect_timeout_s: float = 300.0
 
     @abstractmethod
     def stream(self, backend: Backend) -> GenerationStream:

@@ -130,7 +130,7 @@ class WorkerCase:
     """For a worker with learning-rate schedules."""
     tolerances: Tolerances = field(default_factory=Tolerances)
     """The largest accepted errors."""
-    timeout_s: float = 120.0
+    timeout_s: float = 600.0
     """Limit of each collective of the kit, in seconds."""
 
     @property

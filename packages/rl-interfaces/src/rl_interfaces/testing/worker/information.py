@@ -9,6 +9,7 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from rl_interfaces.testing.expectations import expect, expect_error
@@ -68,14 +69,16 @@ def missing_keys_are_named(bench: WorkerBench) -> None:
 
 @rule()
 def left_padding_is_refused(bench: WorkerBench) -> None:
-    """Left-padded rows raise a ValueError."""
-    # No row has the full width, in which left padding could not be detected.
+    """Left-padded rows that say so raise a ValueError; tokens alone do not say it."""
     columns = bench.columns(bench.on_every_rank([5, 3, 4, 2, 5, 3]), width=6)
-    rows = columns["input_ids"]
+    inside = torch.arange(6) < columns["input_lengths"][:, None]
+    mask = {"attention_mask": inside.long()}
+    left = {key: each.flip(1) for key, each in {**mask, "input_ids": columns["input_ids"]}.items()}
+    bench.worker.get_logprobs(bench.share({**columns, **mask}))
     expect_error(
-        lambda: bench.worker.get_logprobs(bench.share({**columns, "input_ids": rows.flip(1)})),
+        lambda: bench.worker.get_logprobs(bench.share({**columns, **left})),
         ValueError,
-        words=("input_ids",),
+        words=("attention_mask",),
         what="left padding",
     )
 
@@ -83,7 +86,7 @@ def left_padding_is_refused(bench: WorkerBench) -> None:
 THREADS, OPEN_FILES = Path("/proc/self/task"), Path("/proc/self/fd")
 NUM_WORKERS = 4
 """Consecutive workers. A leak grows with each of them."""
-SETTLING_S = 1.0
+SETTLING_S = 5.0
 """Limit of the wait for threads and files that are being closed, in seconds."""
 
 

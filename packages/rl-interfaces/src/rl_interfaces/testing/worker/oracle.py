@@ -192,6 +192,12 @@ class LogprobLoss:
         return scores[:, 1:]
 
 
+class SupervisedLoss(LogprobLoss):
+    """The loss of `LogprobLoss` for tokens that were not sampled."""
+
+    uses_sampling_temperature = False
+
+
 class SequenceLoss(LogprobLoss):
     """The negative log-probability of the target tokens, summed per sequence; their mean."""
 

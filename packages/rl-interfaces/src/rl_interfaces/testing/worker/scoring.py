@@ -12,6 +12,7 @@ from rl_interfaces.testing.report import NotApplicable, rule
 from rl_interfaces.testing.worker.bench import WorkerBench
 from rl_interfaces.testing.worker.oracle import (
     LogprobLoss,
+    SupervisedLoss,
     is_target,
     plain_greedy,
     plain_logprobs,
@@ -182,6 +183,27 @@ def temperature_divides_the_logits(bench: WorkerBench) -> None:
 
 
 @rule()
+def supervised_losses_have_no_temperature(bench: WorkerBench) -> None:
+    """A loss without `uses_sampling_temperature`, and scores for it, are of the model itself."""
+    if bench.case.config.get("generation") is None:
+        raise NotApplicable("the config has no `generation`, and so no temperature")
+    columns = bench.scoring
+    expected = plain_logprobs(bench.oracle, columns, temperature=1.0)
+    with bench.fresh({"generation": {"temperature": OTHER_TEMPERATURE}}) as worker:
+        mine, size = bench.share(columns), bench.global_batch_size * 4
+        policy = worker.get_logprobs(mine, temperature=1.0)["logprobs"]
+        reference = worker.get_reference_policy_logprobs(mine, temperature=1.0)
+        result = worker.train(mine, SupervisedLoss(), eval_mode=True, gbs=size)
+    bench.expect_logprobs(policy, expected, mine, "get_logprobs")
+    bench.expect_logprobs(
+        reference["reference_logprobs"], expected, mine, "get_reference_policy_logprobs"
+    )
+    with torch.no_grad():
+        loss = plain_loss(bench.oracle, columns, temperature=1.0)
+    expect_close(result["global_loss"][0], loss, "train", rtol=bench.tolerances.loss)
+
+
+@rule()
 def the_reference_stays_the_initial_model(bench: WorkerBench) -> None:
     """The reference is the model of `model_name`, whatever is trained, loaded or scored."""
     expected = bench.expected_logprobs(bench.scoring)
@@ -222,7 +244,7 @@ def _expect_topk(bench: WorkerBench, size: int | None) -> None:
         length = int(columns["input_lengths"][row])
         tokens = columns["input_ids"][row, :length]
         with torch.no_grad():
-            logits = row_logits(bench.oracle, tokens, temperature=bench.case.temperature)
+            logits = row_logits(bench.oracle, tokens, temperature=1.0)
         top = logits.topk(TOP).values
         limit = {"atol": bench.tolerances.logprob}
         what = f"row {row} with micro_batch_size={size}"

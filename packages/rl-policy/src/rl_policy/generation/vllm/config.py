@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from rl_interfaces import GenerationConfig
-from rl_interfaces.backend.generation import SamplingConfig, resolve_pad_id, special_token_id
+from rl_interfaces.backend.end_tokens import end_token_ids
+from rl_interfaces.backend.generation import SamplingConfig, resolve_pad_id
 from rl_interfaces.config.resolve import resolve_generation_config
 from rl_interfaces.config.schema import check_typed_dict
 
@@ -198,7 +199,7 @@ def parse_sampling_config(
 ) -> SamplingConfig:
     """Return the sampler's part of a `GenerationConfig`, validated, with its token ids.
 
-    The tokenizer's end token ends a row in addition to the configured ones.
+    The model's end tokens end a row in addition to the configured ones.
 
     Args:
         config: A `GenerationConfig`.
@@ -210,14 +211,18 @@ def parse_sampling_config(
         ValueError: A wrong type, a value out of range or no padding token; names key and value.
     """
     given = check_sampling(config, path=path)
-    end = special_token_id(tokenizer.eos_token_id)
-    ends = set() if end is None else {end}
+    section = config.get("vllm_cfg") or {}
+    ends = end_token_ids(
+        config.get("model_name"),
+        tokenizer,
+        trust_remote_code=section.get("trust_remote_code", VllmSection().trust_remote_code),
+    )
     sampling = SamplingConfig(
         max_new_tokens=given["max_new_tokens"],
         temperature=given["temperature"],
         top_p=given["top_p"],
         top_k=given.get("top_k"),
-        stop_token_ids=tuple(sorted(ends.union(given.get("stop_token_ids", ())))),
+        stop_token_ids=tuple(sorted({*ends, *given.get("stop_token_ids", ())})),
         stop_strings=tuple(given.get("stop_strings", ())),
         pad_token_id=given.get("pad_token_id"),
         batch_size=batch_size,

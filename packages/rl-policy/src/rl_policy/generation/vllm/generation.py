@@ -530,7 +530,6 @@ class VllmGeneration(GenerationInterface):
         """Return the checked rows with a seed each."""
         check_prompts(
             data,
-            pad_token_id=self._tokenizer.pad_token_id,  # pyright: ignore[reportArgumentType] # an id
             max_length=min(facts.max_model_len for facts in self.facts),
             vocab_size=min(facts.vocab_size for facts in self.facts),
         )

@@ -10,6 +10,7 @@ vLLM is not imported here.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,20 +19,24 @@ import numpy as np
 import torch
 from rl_batched_data import BatchedDataDict
 from rl_interfaces import NOT_SAMPLED, ROUTER_CHOOSES, FinishReason
+from rl_interfaces.backend.end_tokens import num_token_ids
 from rl_interfaces.backend.generation import check_room
 from rl_interfaces.backend.steps import check_scoring_batch
 
 if TYPE_CHECKING:
     from rl_interfaces import GenerationDatumSpec, GenerationOutputSpec
     from rl_interfaces.backend.generation import SamplingConfig
+    from transformers import PreTrainedTokenizerBase
 
+_LOGGER = logging.getLogger(__name__)
+# vLLM's smallest bias of a logit, with which a probability is below 1e-40.
+_NEVER = -100.0
 _SEED_BYTES = 7  # of 8: an int64 without its sign bit
 
 
 def check_prompts(
     data: BatchedDataDict[GenerationDatumSpec],
     *,
-    pad_token_id: int | None,
     max_length: int,
     vocab_size: int,
 ) -> None:
@@ -39,23 +44,17 @@ def check_prompts(
 
     Args:
         data: See `GenerationDatumSpec`.
-        pad_token_id: The tokenizer's padding token, by which left padding is detected.
         max_length: Most tokens per row, prompt and completion.
         vocab_size: Size of the model's vocabulary.
 
     Raises:
         ValueError: Names the key, the row and the numbers.
     """
-    check_scoring_batch(data, pad_token_id=pad_token_id)
+    check_scoring_batch(data, vocab_size=vocab_size)
     if not data.size:
         raise ValueError("'input_ids' has no rows")
     limit = f"{max_length} tokens (generation.vllm_cfg.max_model_len, or the model's own)"
     check_room(data, longest=max_length, limit=limit)
-    highest = int(data["input_ids"].max())
-    if highest >= vocab_size:
-        raise ValueError(
-            f"'input_ids' holds the token {highest}: the model has {vocab_size} tokens"
-        )
 
 
 def row_seeds(num_rows: int, *, seed: int, weight_version: int, call: int) -> torch.Tensor:
@@ -86,6 +85,7 @@ def request_arguments(
     seeds: Sequence[int],
     stop_strings: Sequence[Sequence[str] | None],
     max_length: int,
+    unsampled: Sequence[int] = (),
     greedy: bool,
 ) -> list[dict[str, object]]:
     """Return the arguments of vLLM's `SamplingParams` for each row.
@@ -99,17 +99,19 @@ def request_arguments(
         seeds: Per row.
         stop_strings: Per row, in addition to the configured ones.
         max_length: Most tokens per row, prompt included.
+        unsampled: Ids that are never sampled, as the tokenizer has no text for them.
         greedy: Take the most likely token, whatever `sampling` says.
     """
     shared = _distribution(sampling, greedy=greedy or sampling.temperature == 0) | {
         # 0 alternatives: the sampled token's log-probability alone.
         "logprobs": 0,
         "flat_logprobs": True,
-        # The end token is one of ours, and a model's list of further ones is not in the contract.
+        # The model's end tokens are among ours.
         "ignore_eos": True,
         "stop_token_ids": list(sampling.stop_token_ids),
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
+        "logit_bias": dict.fromkeys(unsampled, _NEVER) or None,
     }
     rows: list[dict[str, object]] = []
     for length, seed, texts in zip(prompt_lengths, seeds, stop_strings, strict=True):
@@ -134,6 +136,30 @@ def _distribution(sampling: SamplingConfig, *, greedy: bool) -> dict[str, object
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or 0,
     }
+
+
+def unsampled_ids(
+    tokenizer: PreTrainedTokenizerBase, *, vocab_size: int, engine_kwargs: Mapping[str, object]
+) -> range:
+    """Return the ids of a model that its tokenizer has no text for, see `request_arguments`.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        vocab_size: Ids that the model has logits for.
+        engine_kwargs: Further arguments of vLLM's engine.
+    """
+    size = num_token_ids(tokenizer)
+    if size is None or size >= vocab_size:
+        return range(0)
+    if engine_kwargs.get("speculative_config"):
+        _LOGGER.warning(
+            "The tokenizer has %d of the model's %d ids; with speculative decoding vLLM may sample "
+            "the others, whose text is empty",
+            size,
+            vocab_size,
+        )
+        return range(0)
+    return range(size, vocab_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

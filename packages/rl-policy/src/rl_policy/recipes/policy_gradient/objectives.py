@@ -42,8 +42,11 @@ def step_advantages(
     """
     grpo, loss = config.section(GrpoSection), config.section(LossSection)
     reward = config.section(RewardSection)
-    values = reward_columns(rewards) if grpo.normalize_each_reward else torch.tensor(rewards)
-    mask = batch["token_mask"] * batch["sample_mask"][:, None].long()
+    if grpo.normalize_each_reward:
+        values = reward_columns(rewards)
+    else:
+        values = torch.tensor(rewards, dtype=torch.float64)
+    mask = batch["token_mask"] * (batch["sample_mask"] > 0)[:, None].long()
     weights = [*(reward.weights or [1.0] * len(reward.functions))]
     measured: dict[str, float] = {}
     if grpo.overlong_share:
@@ -72,13 +75,13 @@ def step_advantages(
         tokens = tokens - reward_to_go_penalty(kl, mask)
     if grpo.whiten == "tokens":
         tokens = whiten(tokens, mask)
-    return tokens.contiguous(), measured
+    return tokens.float().contiguous(), measured
 
 
 def reward_columns(rewards: Sequence[float]) -> torch.Tensor:
-    """Return rewards with their parts, `[batch, parts]`, or those without any, `[batch, 1]`."""
+    """Return the parts of rewards, `[batch, parts]` float64, or `[batch, 1]` if they have none."""
     parts = [*rewards.parts.values()] if isinstance(rewards, Rewards) else [rewards]
-    return torch.tensor(parts).T
+    return torch.tensor(parts, dtype=torch.float64).T
 
 
 def mean_advantages(advantages: torch.Tensor, token_mask: torch.Tensor) -> torch.Tensor:
@@ -91,14 +94,14 @@ def mean_advantages(advantages: torch.Tensor, token_mask: torch.Tensor) -> torch
 def kl_estimates(
     batch: Mapping[str, torch.Tensor], mask: torch.Tensor, loss: PolicyLossSection
 ) -> torch.Tensor:
-    """Return the KL estimate of each target token before the update, 0 elsewhere.
+    """Return the KL estimate of each target token before the update, float64, 0 elsewhere.
 
     Args:
         batch: `prev_logprobs` and `reference_logprobs`, `[batch, seq]`.
         mask: `[batch, seq]`, 1 for target tokens.
         loss: By whose `kl_estimator` and clamps.
     """
-    log_ratio = batch["reference_logprobs"] - batch["prev_logprobs"]
+    log_ratio = batch["reference_logprobs"].double() - batch["prev_logprobs"].double()
     return estimate_kl(
         torch.where(mask > 0, log_ratio, 0.0),
         estimator=loss.kl_estimator,
@@ -112,7 +115,7 @@ def _baselined(
 ) -> torch.Tensor:
     """Return rewards, or the parts of each, less the baseline; `[batch]`."""
     if not grpo.group_baseline:
-        return values.float()
+        return values
     group: dict[str, Any] = {
         "group_size": grpo.samples_per_prompt,
         "leave_one_out": grpo.leave_one_out,

@@ -56,7 +56,8 @@ def resample(
         rounds += 1
         rollout = sample(missing)
         sampled += rollout.rewards
-        compared = reward_columns(rollout.rewards) if each_reward else torch.tensor(rollout.rewards)
+        # A list of its sums alone has no parts.
+        compared = reward_columns(rollout.rewards if each_reward else [*rollout.rewards])
         has_signal = groups_with_signal(compared, group_size=group_size)
         kept.append(_select(rollout, has_signal, group_size=group_size))
         # A round samples as many as are missing: what it leaves is what is missing after it.

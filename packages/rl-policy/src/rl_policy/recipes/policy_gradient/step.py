@@ -32,7 +32,8 @@ from rl_policy.run.directory import RunState
 from rl_policy.run.evaluation import (
     check_mismatch,
     complete,
-    greedy_accuracy,
+    greedy_reward,
+    name_score,
     rewards_of,
     sample,
     sampler_mismatch,
@@ -43,6 +44,7 @@ from rl_policy.run.inputs import (
     check_schedule,
     prepare_episodes,
     prepare_problems,
+    warn_of_repeated,
 )
 from rl_policy.run.metrics import StepMetrics, mean_metrics
 from rl_policy.run.samplers import Sampler, open_sampler
@@ -80,7 +82,9 @@ class PolicyGradientMetrics(StepMetrics):
         completion_length_max: The most tokens of a completion.
         truncated_share: Share of the completions that `max_new_tokens` has ended; of episodes,
             those in which a limit of tokens has ended a turn or the episode.
-        accuracy: Fraction of the held-out problems that greedy decoding solves after the step.
+        accuracy: Fraction of the held-out problems that greedy decoding solves after the step. If
+            the reward is not 1 for a solved problem and 0 for any other, `extra` has the mean
+            `reward` of the greedy completions instead.
         loss: Mean over the optimizer steps.
         grad_norm: Mean over the optimizer steps, before clipping.
         kl: KL against the reference per token, by `loss.kl_estimator`.
@@ -156,6 +160,7 @@ def prepare_rollouts(config: RunConfig, encoder: ProblemEncoder) -> ProblemInput
     else:
         has_environment = config.section(EnvironmentSection).function is not None
         inputs = prepare_problems(config, encoder, has_environment=has_environment)
+    warn_of_repeated(inputs.problems.train)
     return prepare_episodes(config, inputs)
 
 
@@ -417,12 +422,14 @@ def measure_start(
         samples: Records some of the completions.
 
     Returns:
-        `reward_mean` of one sample per problem, `accuracy` of greedy decoding, and `extra`.
+        `reward_mean` of one sample per problem, `accuracy` of greedy decoding, and `extra`; the
+        latter has `reward` in the place of the accuracy where there is none, see `name_score`.
     """
     heldout = inputs.problems.heldout
     with moved as source:
         rewards, generated = complete(source, heldout, inputs=inputs)
-        accuracy = greedy_accuracy(source, heldout, inputs=inputs, samples=samples)
+        greedy = greedy_reward(source, heldout, inputs=inputs, samples=samples)
         refit = sampler.report()
-    extra = {**refit, **scorer.score_start(generated), **mean_parts(rewards)}
+    accuracy, measured = name_score(greedy, inputs=inputs)
+    extra = {**refit, **scorer.score_start(generated), **mean_parts(rewards), **measured}
     return {"reward_mean": sum(rewards) / len(rewards), "accuracy": accuracy, "extra": extra}

@@ -43,7 +43,7 @@ from rl_policy.generation.vllm.engine.running import (
 )
 from rl_policy.generation.vllm.engine.turns import EngineThread, in_turn
 from rl_policy.generation.vllm.engine.updates import EngineUpdates
-from rl_policy.generation.vllm.requests import assemble_output, request_arguments
+from rl_policy.generation.vllm.requests import assemble_output, request_arguments, unsampled_ids
 from rl_policy.generation.vllm.serving import ApiServer, EngineClient, ServerSettings
 
 if TYPE_CHECKING:
@@ -121,6 +121,9 @@ class VllmEngine:
             self._resources.close()
             raise
         self._model: VllmModelConfig = self._llm.llm_engine.model_config
+        self._unsampled = unsampled_ids(
+            tokenizer, vocab_size=self._model.get_vocab_size(), engine_kwargs=config.engine_kwargs
+        )
         self._updates = EngineUpdates(
             self._llm,
             config=config,
@@ -399,6 +402,7 @@ class VllmEngine:
             seeds=data["sampling_seeds"].tolist(),
             stop_strings=data.get("stop_strings") or [None] * len(prompts),
             max_length=self._model.max_model_len,
+            unsampled=self._unsampled,
             greedy=greedy,
         )
 
