@@ -24,7 +24,7 @@ SENTENCEPIECE = (
     "mistral_instruct_tokenizer_240323.model.v3",
     "mistral_instruct_tokenizer_241114.model.v7",
 )
-TEKKEN = ("tekken_240718.json", "tekken_240911.json")
+TEKKEN = ("tekken_240911.json",)
 
 # Numbers, words, other scripts, white space at the end of a prompt and none.
 PAIRS = [
@@ -107,8 +107,17 @@ def test_tokens_of_a_text(name, pair):
     assert encoder.text(found.tokens[len(tokens) : -1]).strip() == answer.strip()
 
 
-def test_the_merges_of_the_gguf_are_those_of_the_tokenizer():
-    """The file's own vocabulary, in the order of its ids."""
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_text_that_follows_a_turn(name):
+    """It begins as within a text: without the space that SentencePiece puts in front of one."""
+    tokenizer, own = TOKENIZERS[name]()
+    (found,) = ProblemEncoder(tokenizer).observation_tokens(
+        ["62"], problems=[Problem("x")], last_tokens=own("="), role="user"
+    )
+    assert found == own("=62")[len(own("=")) :]
+
+
+def test_the_vocabulary_of_the_gguf_is_that_of_the_tokenizer():
     import gguf
 
     reader = gguf.GGUFReader(real_model.gguf_path())
