@@ -30,7 +30,7 @@ def test_the_run_of_the_page_learns(tmp_path):
     assert f"policy.model_name={model}" in words
     subprocess.run(words, cwd=tmp_path, check=True)
     rows = [*read_metrics(tmp_path / "runs/sums/metrics.jsonl")]
-    print("\n".join(f"{row['step']}: {row['reward']} {row['accuracy']}" for row in rows))
-    sampled = [row["reward"] for row in rows if row["step"]]
+    print("\n".join(f"{row['step']}: {row['reward_mean']} {row['accuracy']}" for row in rows))
+    sampled = [row["reward_mean"] for row in rows if row["step"]]
     assert sum(sampled[-5:]) / 5 > sum(sampled[:5]) / 5 + 0.1
     assert rows[-1]["accuracy"] > rows[0]["accuracy"]
