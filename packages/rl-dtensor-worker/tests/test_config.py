@@ -161,12 +161,6 @@ def test_an_optimizer_is_not_needed_where_none_is_wanted(tiny_model):
     DTensorPolicyWorker.validate_config(config, world_size=1, init_optimizer=False)
 
 
-def test_greedy_generation_scores_at_temperature_one(tiny_model):
-    given = make_config(tiny_model, generation={"max_new_tokens": 4, "temperature": 0.0})
-    config = EngineConfig.from_policy_config(given, world_size=1, init_optimizer=True)
-    assert config.temperature == 1.0
-
-
 @pytest.mark.parametrize(
     ("data_parallel", "tensor_parallel", "millions", "replicas"),
     # 16 bytes of training state a parameter, up to 256 MiB on a rank.

@@ -4,7 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rl_interfaces.backend.generation import sample_tokens, truncate_logits
+from rl_interfaces.backend.generation import (
+    SamplingConfig,
+    sample_tokens,
+    scoring_temperature,
+    truncate_logits,
+)
 
 pytestmark = pytest.mark.needs("rl-interfaces[backend]")
 
@@ -68,3 +73,19 @@ def test_temperature_zero_is_greedy_with_the_untempered_probability():
     assert tokens.tolist() == [1]
     assert logprobs.item() == pytest.approx(float(logits.float().log_softmax(-1)[0, 1]))
     assert logprobs.dtype is torch.float32
+
+
+@pytest.mark.parametrize(("temperature", "expected"), [(0.5, 0.5), (0.0, 1.0)])
+def test_samples_are_scored_at_their_temperature_and_greedy_ones_at_one(temperature, expected):
+    config = SamplingConfig(
+        max_new_tokens=4,
+        temperature=temperature,
+        top_p=1.0,
+        top_k=None,
+        stop_token_ids=(),
+        stop_strings=(),
+        pad_token_id=0,
+        batch_size=1,
+    )
+    assert scoring_temperature(config) == expected
+    assert scoring_temperature(None) == 1.0
