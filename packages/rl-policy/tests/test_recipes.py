@@ -115,6 +115,7 @@ def test_a_run_leaves_its_files(run, workplace):
     path = workplace / "first"
     assert {each.name for each in path.iterdir()} == {
         "config.yaml",
+        "data.json",
         "metrics.jsonl",
         "samples.jsonl",
         "environment.json",
@@ -197,6 +198,7 @@ def test_planned_micro_batches_train_to_the_same_losses(warm, start, workplace, 
     settings = [
         f"policy.{section}.enabled=true",
         f"policy.{section}.train_mb_tokens=32",
+        "policy.max_total_sequence_length=32",
         f"policy.{section}.logprob_mb_tokens=48",
     ]
     if section == "dynamic_batching":
@@ -261,6 +263,7 @@ def test_the_supervised_part_alone_on_a_model_of_the_user(run, start, workplace)
     assert rows[3]["loss"] < rows[1]["loss"]
     assert {each.name for each in (workplace / "own").iterdir()} == {
         "config.yaml",
+        "data.json",
         "metrics.jsonl",
         "samples.jsonl",
         "environment.json",
