@@ -311,7 +311,10 @@ TEMPLATE = ["data.use_chat_template=true", "policy.generation.max_new_tokens=6"]
         (["policy.model_name=./absent"], "policy.model_name='./absent' is no directory"),
         (["policy.optimizer=null"], "policy.optimizer"),
         (["policy.dtensor_cfg.tensor_parallel_size=3"], "tensor_parallel_size=3"),
-        (["data.max_number=99"], "data.max_number=99 gives 100 problems"),
+        (
+            ["data.max_number=99", "data.num_heldout=100"],
+            "data.max_number=99 gives 100 problems",
+        ),
         (["policy.generation.max_new_tokens=3"], "policy.generation.max_new_tokens=3"),
         (
             ["policy.generation.backend=vllm", "policy.generation.vllm_cfg.max_model_len=9"],
@@ -319,7 +322,7 @@ TEMPLATE = ["data.use_chat_template=true", "policy.generation.max_new_tokens=6"]
         ),
         (["reward.answer_pattern=("], "reward.answer_pattern"),
         (["data.use_chat_template=true"], "data.use_chat_template=True"),
-        ([malformed_problems], "problems.jsonl:2: 'answer' must be a text"),
+        ([malformed_problems], "problems.jsonl:2 has no 'answer'; its keys are prompt"),
         ([long_problems], "has 40 tokens"),
         (
             [long_answers, "grpo.warm_up=true", "reward.answer_pattern=[0-9]"],

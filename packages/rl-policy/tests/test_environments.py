@@ -222,7 +222,7 @@ def test_what_is_said_may_be_messages(pool):
     processes = pool()
     started(processes, groups=1, episodes=1)
     (outcome,) = processes.play({0: {0: "messages"}}).values()
-    assert outcome[0]["observation"] == [{"role": "tool", "content": "x"}]
+    assert outcome[0]["observation"] == [{"role": "tool", "content": "x", "more": 1}]
 
 
 def test_each_call_has_its_own_limit(pool):

@@ -357,7 +357,10 @@ class OneEndsEarly(Count):
         (["environment.timeout_s=0"], r"environment\.timeout_s=0: "),
         (["environment.processes=0"], r"environment\.processes=0: "),
         (["environment.role=system"], r"environment\.role='system': "),
-        (["environment.function=[a.py:A]"], r"environment\.function=\['a\.py:A'\]: "),
+        (
+            ["environment.function=[a.py:A]"],
+            r"environment\.function='\[a\.py:A\]' cannot be loaded",
+        ),
         (["environment.function="], r"environment\.function= has no value"),
         (["environment.function=A"], r"environment\.function='A' must be FILE\.py:NAME or"),
         (["environment.function=absent.py:A"], r"environment\.function='absent\.py:A' cannot be"),
@@ -373,7 +376,7 @@ class OneEndsEarly(Count):
         (["reward.answer_pattern=x"], r"contradicts reward\.answer_pattern=x"),
         (["grpo.overlong_share=0.5"], r"contradicts grpo\.overlong_share=0\.5: .* set it to 0"),
         (["data.path=null", "grpo.warm_up=false"], r"cannot start an episode: .*ValueError"),
-        (["grpo.warm_up=true"], r"problems\.jsonl:1: 'answer' must be a text"),
+        (["grpo.warm_up=true"], r"problems\.jsonl:1 has no 'answer'"),
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_starts(workplace, overrides, message):

@@ -64,7 +64,13 @@ def test_training_takes_the_routes_of_the_pass_before(workplace, monkeypatch):
     monkeypatch.setattr(
         sys,
         "argv",
-        arguments("policy.sequence_packing.enabled=true", *packing, TWO_RANKS, "grpo.steps=2"),
+        arguments(
+            "policy.sequence_packing.enabled=true",
+            *packing,
+            TWO_RANKS,
+            "grpo.steps=2",
+            "policy.max_total_sequence_length=64",
+        ),
     )
     with pytest.raises(SystemExit) as ended:
         main()

@@ -53,6 +53,9 @@ class Policy:
     def save_hf_checkpoint(self, path):
         path.mkdir()
 
+    def keep_random_state(self):
+        return True
+
 
 @pytest.fixture
 def run(tmp_path):

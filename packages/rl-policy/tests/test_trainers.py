@@ -164,7 +164,7 @@ def test_fine_tuning_and_preferences(workplace):
     ("arguments", "message"),
     [
         ({"model": "./absent"}, r"policy.model_name='./absent'"),
-        ({"data": [{"prompt": "1?"}]}, r"data.path\[0\]: 'answer' must be a text"),
+        ({"data": [{"prompt": "1?"}]}, r"data.path\[0\] has no 'answer'"),
         ({"data": []}, "data.path has no rows"),
         ({"data": ["a.jsonl", 3]}, "data: row 0 must be a mapping, got str"),
         ({"data": 3}, "data.path=3 must be a path, rows, or a function"),

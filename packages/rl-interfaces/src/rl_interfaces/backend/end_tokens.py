@@ -20,6 +20,8 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from rl_interfaces.backend.checkpoint.hf_files import model_file
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transformers import PreTrainedTokenizerBase
 
 _KEY = "eos_token_id"
@@ -35,6 +37,9 @@ def end_token_ids(
             know: its tokenizer's end token is the only one.
         tokenizer: The model's tokenizer.
         trust_remote_code: Whether code that comes with the model may run.
+
+    Raises:
+        ValueError: The model's generation_config.json is not a JSON object.
     """
     found = set(_ids(tokenizer.eos_token_id))
     if model_name is not None:
@@ -55,11 +60,22 @@ def _declared(model_name: str, *, trust_remote_code: bool) -> Iterator[int]:
         for each in (config, config.get_text_config()):
             yield from _ids(getattr(each, _KEY, None))
     else:
-        yield from _ids(json.loads(path.read_text(encoding="utf-8")).get(_KEY))
+        yield from _ids(_read_object(path, model_name).get(_KEY))
     # What a file says: the default of a class may be an ordinary token of this model.
     for section in (written, *written.values()):
         if isinstance(section, Mapping):
             yield from _ids(cast("Mapping[str, object]", section).get(_KEY))
+
+
+def _read_object(path: Path, model_name: str) -> Mapping[str, object]:
+    """Return the JSON object in a file of a model."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"policy.model_name={model_name!r}: {path.name}: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"policy.model_name={model_name!r}: {path.name} is not a JSON object")
+    return cast("Mapping[str, object]", content)
 
 
 def _ids(value: object) -> Iterator[int]:
