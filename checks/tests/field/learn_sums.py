@@ -1,4 +1,5 @@
-"""The run of `docs/pages/real-model.md` with the model from its package: `nox -s field -- --learn`.
+"""The run of `docs/pages/real-model.md` with the model from its package:
+`nox -s field-model -- --learn`.
 
 It takes about 15 minutes on two cores, so that pytest finds it by its name alone.
 """
