@@ -218,7 +218,7 @@ def test_a_prompt_grows_to_the_longest_row_and_a_full_one_is_refused(engines, to
 def test_a_token_that_the_model_lacks_is_refused(engines, tokenizer):
     prompts = prompts_of(tokenizer, TEXTS)
     prompts["input_ids"][0, 0] = len(tokenizer)
-    with pytest.raises(ValueError, match=f"holds the token {len(tokenizer)}: the model has"):
+    with pytest.raises(ValueError, match=f"is not one of the model's {len(tokenizer)} tokens"):
         engines.generate(prompts)
 
 
