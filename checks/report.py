@@ -82,7 +82,7 @@ def recorded(function: Callable[..., None]) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def logged(session: nox.Session) -> Iterator[None]:
-    """Write the output of the block to the session's log, which is printed if the block raises.
+    """Write the output of the block to a log, which is printed if the block raises.
 
     If the session is the only one, its output goes to the terminal, for progress and a debugger.
     """
