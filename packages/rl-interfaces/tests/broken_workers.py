@@ -320,6 +320,10 @@ class TakingEvenSizesAlone(CapableWorker):
         return super().train(data, loss_fn, eval_mode, even, mbs)
 
 
+def uses_temperature(loss_fn):
+    return getattr(loss_fn, "uses_sampling_temperature", True)
+
+
 class AveragingMicroBatches(CapableWorker):
     def step_loss(self, rows, loss_fn, mbs, eval_mode, metrics):
         def scaled(*arguments):
@@ -327,6 +331,7 @@ class AveragingMicroBatches(CapableWorker):
             return loss * (OFF if mbs == 1 else 1), seen
 
         scaled.input_type = loss_fn.input_type
+        scaled.uses_sampling_temperature = uses_temperature(loss_fn)
         return super().step_loss(rows, scaled, mbs, eval_mode, metrics)
 
 
@@ -358,6 +363,7 @@ class CountingSequencesOfMicroBatches(CapableWorker):
             return loss_fn(scores, batch, batch["sample_mask"].sum().clamp(min=1), tokens)
 
         counted.input_type = loss_fn.input_type
+        counted.uses_sampling_temperature = uses_temperature(loss_fn)
         return super().step_loss(rows, counted, mbs, eval_mode, metrics)
 
 
