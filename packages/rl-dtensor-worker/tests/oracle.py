@@ -22,9 +22,15 @@ def load(model_name):
 
 
 def plain_logprobs(
-    model, batch, *, temperature=1.0, inputs_of=lambda row, length: {}, dtype=torch.float32
+    model,
+    batch,
+    *,
+    temperature=1.0,
+    num_ids=None,
+    inputs_of=lambda row, length: {},
+    dtype=torch.float32,
 ):
-    """Return log p(token t | tokens < t), row by row without any padding."""
+    """Return log p(token t | tokens < t), among the first `num_ids`, row by row and unpadded."""
 
     def compute(model):
         in_dtype = next(model.parameters()).dtype
@@ -36,7 +42,9 @@ def plain_logprobs(
                 for name, each in inputs_of(row, length).items()
             }
             with torch.no_grad():
-                out[row, 1:length] = _row_logprobs(model, tokens, temperature, **inputs)
+                out[row, 1:length] = _row_logprobs(
+                    model, tokens, temperature, num_ids=num_ids, **inputs
+                )
         return out
 
     return expected_of(compute, model, LOGPROBS, dtype=dtype)
@@ -57,8 +65,8 @@ def plain_gradients(model, batch, *, temperature=1.0):
     return {name: Expected(exact=each, row=GRADIENTS, **common) for name, each in exact.items()}
 
 
-def _row_logprobs(model, tokens, temperature, **inputs):
-    logits = model(tokens, **inputs).logits[0, :-1]
+def _row_logprobs(model, tokens, temperature, *, num_ids=None, **inputs):
+    logits = model(tokens, **inputs).logits[0, :-1, :num_ids]
     logits = logits.to(at_least_float32(logits.dtype)) / temperature
     return logits.log_softmax(-1).gather(-1, tokens[0, 1:, None]).squeeze(-1)
 

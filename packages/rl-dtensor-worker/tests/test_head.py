@@ -35,7 +35,7 @@ def make_micro_batch(layout, batch):
 
 def forward_of(model):
     head = find_token_head(model)
-    return Forward(model=model, head=head, temperature=TEMPERATURE, width_multiple=4)
+    return Forward(model=model, head=head, width_multiple=4)
 
 
 @pytest.mark.slow_beyond(4, every=3)
@@ -51,7 +51,7 @@ def test_values_and_gradients_are_those_of_the_models_own_logits(name):
             model.train()
         forward = forward_of(model)
         assert (forward.head.layer is None) == (name == "unknown")
-        scores = forward.logprobs(make_micro_batch(layout, batch))
+        scores = forward.logprobs(make_micro_batch(layout, batch), temperature=TEMPERATURE)
         assert_close(scores.detach(), expected)
         scores.sum().backward()
         assert_all_close(gradients_of(model), expected_gradients)
@@ -83,11 +83,11 @@ def test_the_layer_is_itself_again_afterwards_even_after_an_error():
     batch = make_batch(2)
     expected = model(batch["input_ids"]).logits
     forward = forward_of(model)
-    forward.logprobs(make_micro_batch("padded", batch))
+    forward.logprobs(make_micro_batch("padded", batch), temperature=TEMPERATURE)
     assert torch.equal(model(batch["input_ids"]).logits, expected)
     broken = {"input_ids": torch.full((1, 3), 99), "input_lengths": torch.tensor([3])}
     with pytest.raises(IndexError):
-        forward.logprobs(make_micro_batch("padded", broken))
+        forward.logprobs(make_micro_batch("padded", broken), temperature=TEMPERATURE)
     assert torch.equal(model(batch["input_ids"]).logits, expected)
 
 
@@ -116,7 +116,9 @@ def test_no_pass_holds_all_logits(monkeypatch):
     batch["input_lengths"][0] = width
     forward = forward_of(model)
     with _LargestResult() as largest:
-        forward.logprobs(make_micro_batch("padded", batch)).sum().backward()
+        forward.logprobs(
+            make_micro_batch("padded", batch), temperature=TEMPERATURE
+        ).sum().backward()
     assert largest.numel < num_rows * width * vocab_size
 
 

@@ -79,7 +79,7 @@ def packed_scores(model, batch):
     packed = PackedSequences.of(rows["input_lengths"], rows["input_ids"].shape[1], pad_multiple=4)
     micro_batch = MicroBatch(span=(0, rows.size), rows=rows, packed=packed)
     head = find_token_head(model)
-    forward = Forward(model=model, head=head, temperature=1.0, width_multiple=1)
+    forward = Forward(model=model, head=head, width_multiple=1)
     return forward.logprobs(micro_batch)
 
 
