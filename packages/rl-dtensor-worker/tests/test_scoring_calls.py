@@ -92,9 +92,8 @@ def test_topk_logits_are_those_of_plain_transformers(
     model = load(tiny_model)
     for row, length in enumerate(batch["input_lengths"].tolist()):
         tokens = batch["input_ids"][row : row + 1, :length]
-        logits = expected_of(
-            lambda each, tokens=tokens: each(tokens).logits[0] / 0.7, model, LOGPROBS
-        )
+        # Of the model itself, whatever the temperature of samples is.
+        logits = expected_of(lambda each, tokens=tokens: each(tokens).logits[0], model, LOGPROBS)
         indices = logits.exact.topk(3).indices
         assert_close(found["topk_logits"][row, :length], logits.gather(indices))
         assert torch.equal(found["topk_indices"][row, :length], indices)
