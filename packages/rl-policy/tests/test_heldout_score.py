@@ -14,6 +14,8 @@ from rl_policy.run.evaluation import name_score
 from rl_policy.run.inputs import build_reward, prepare_inputs
 from rl_policy.run.metrics import find_scores
 
+pytestmark = pytest.mark.needs("rl-policy[dtensor]")
+
 
 def ten(completions, problems):
     return [10.0 for _ in completions]
@@ -70,7 +72,6 @@ def test_it_has_a_chart_of_its_own():
     assert run.scores() == [1.5, 2.5]
 
 
-@pytest.mark.needs("rl-policy[dtensor]")
 @pytest.mark.parametrize("recipe", ["sft", "grpo", "ppo", "distill"])
 def test_a_pass_rate_to_stop_at_refuses_other_rewards_before_the_start(recipe, tmp_path):
     (tmp_path / "rewards.py").write_text("def ten(completions, problems):\n    return [10.0]\n")
