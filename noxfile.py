@@ -250,25 +250,16 @@ def surface(session: nox.Session) -> None:
 
 def promises(session: nox.Session, *, tested: str) -> None:
     """Run the tests of a package, or of the documentation, that show a main promise each."""
-    files = [path for path in test_files(tested) if "pytest.mark.promise" in path.read_text()]
-    arguments = [*map(str, files), "-m", PROMISES, *session.posargs]
+    files = files_with("pytest.mark.promise", tested)
+    arguments = [*files, "-m", PROMISES, *session.posargs]
     run_here(session, "pytest", *arguments, HYPOTHESIS_PROFILE="quick")
 
 
 def tests(session: nox.Session, *, tested: str) -> None:
     """Run the fast tests of a package, or of the documentation, that `promises` leaves out."""
     ways = [f"--numprocesses={NUM_PROCESSES.get(tested, 0)}", "--dist=loadfile", "--durations=10"]
-    run_here(session, "pytest", str(test_folder(tested)), "-m", FAST, *ways, *session.posargs)
-
-
-def test_folder(tested: str) -> Path:
-    """Return the folder with the tests of a package, or of the documentation."""
-    return ROOT / ("docs/tests" if tested == "docs" else f"packages/{tested}/tests")
-
-
-def test_files(tested: str) -> list[Path]:
-    """Return the files with the tests of a package, or of the documentation."""
-    return sorted(test_folder(tested).rglob("test_*.py"))
+    folder = "docs/tests" if tested == "docs" else f"packages/{tested}/tests"
+    run_here(session, "pytest", folder, "-m", FAST, *ways, *session.posargs)
 
 
 for kind, tag in ((promises, []), (tests, ["full"])):

@@ -70,4 +70,5 @@ echo
 printf '%s\n' "${results[@]}"
 failed=0
 for line in "${results[@]}"; do [[ $line == *"status 0,"* ]] || ((failed += 1)); done
+((failed > 0)) || rm -rf "$work"
 exit "$failed"

@@ -133,9 +133,9 @@ def _needs(statement: ast.stmt) -> list[str]:
 
 
 def files_of_tests(package: str = "*") -> list[Path]:
-    """Return the files of tests of a package, or of all packages and of the documentation."""
+    """Return the files of tests of a package, of `docs`, or of all of these."""
     found = sorted(ROOT.glob(f"packages/{package}/tests/**/test_*.py"))
-    return found if package != "*" else [*found, *sorted(ROOT.glob("docs/tests/test_*.py"))]
+    return found + sorted(ROOT.glob("docs/tests/test_*.py")) if package in ("*", "docs") else found
 
 
 def files_with(text: str, package: str = "*") -> list[str]:

@@ -387,3 +387,9 @@ def test_the_division_is_that_of_a_plain_loop():
     order = sorted(problems, key=lambda each: splitmix(key(each.prompt) ^ key("7/division")))
     assert list(sets.heldout) == order[:5]
     assert list(sets.validation) == order[5:8]
+
+
+def test_tools_count_where_rows_are_measured_by_their_bytes():
+    """The template renders them, also if the prompt is a text."""
+    schema = {"name": "look_up", "description": "x" * 1000}
+    assert Problem("2+2?", "4", tools=(schema,)).text_bytes > 1000

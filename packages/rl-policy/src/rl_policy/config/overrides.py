@@ -113,7 +113,7 @@ def _is_literal(value: str, hint: Any) -> bool:
     """Return whether a value is a text that is taken as it is.
 
     Args:
-        value: As it was given.
+        value: The text after the first `=`.
         hint: The type of the key; None if it is not known.
     """
     members = _members(hint)

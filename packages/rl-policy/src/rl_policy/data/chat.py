@@ -72,7 +72,7 @@ class _Text:
         whole: The text.
         prompt: Its beginning, which the policy samples from. None: the text starts differently,
             and the template's marks say what is trained on.
-        spans: Of the characters that are trained on.
+        spans: The ranges of characters that are trained on.
         has_specials: Whether the tokenizer's own special tokens are added.
         is_open: Whether nothing follows the answer, not even white space.
     """
@@ -351,7 +351,7 @@ class ChatTokenizer:
         Args:
             problem: Has the tools, and is named in errors.
             messages: The conversation.
-            whole: As the template renders it.
+            whole: The rendered conversation.
             first: The message from which turns are trained on.
             starts: The renderings of prompts that are known, by their number of messages.
         """

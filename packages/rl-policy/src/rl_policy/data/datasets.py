@@ -99,7 +99,7 @@ class Problem:
     @property
     def text_bytes(self) -> int:
         """The most bytes of its texts in UTF-8, with all of a conversation that is shown."""
-        if self.messages or self.completion:
+        if self.messages or self.completion or self.tools:
             return _BYTES_OF_A_CHARACTER * len(repr(self))
         return len(self.prompt.encode()) + len(self.answer.encode())
 

@@ -213,7 +213,7 @@ def ordered_prompts(keys: np.ndarray, *, seed: int) -> np.ndarray:
 
     Args:
         keys: `[items]` uint64.
-        seed: Of the order.
+        seed: The seed of the order.
     """
     distinct = np.unique(keys)
     salt = np.uint64(prompt_key(f"{seed}/division"))

@@ -81,7 +81,7 @@ def refuse_overlong(
     Args:
         items: Problems or pairs.
         long_rows: Those that are too long.
-        describe: Says of one with so many tokens what is wrong.
+        describe: Returns the reason for a row and its number of tokens.
     """
     if long_rows:
         at, length = max(long_rows, key=lambda pair: pair[1])
@@ -105,7 +105,7 @@ def report_overlong(
         items: Problems or pairs.
         long_rows: Those that are too long.
         mode: What becomes of them.
-        describe: As for `refuse_overlong`.
+        describe: Returns the reason for a row and its number of tokens.
     """
     at, length = long_rows[0]
     _LOGGER.warning(
@@ -126,7 +126,7 @@ def drop_overlong(
     Args:
         items: Problems or pairs.
         long_rows: Those that are too long.
-        describe: As for `refuse_overlong`.
+        describe: Returns the reason for a row and its number of tokens.
 
     Raises:
         ValueError: None is left.

@@ -102,7 +102,7 @@ class RunInputs:
     def digests(self) -> Mapping[str, str]:
         """Return a text by set of rows that changes if its rows do; a resumed run needs the same.
 
-        None by default: a recipe that has rows returns theirs.
+        Empty by default; a recipe that has rows returns theirs.
         """
         return {}
 
@@ -366,8 +366,8 @@ def read_own_data(
     """Return the items of `data.path` and `data.heldout_path`, None for a path that is not set.
 
     Args:
-        config: Of the run.
-        encoder: Of the run.
+        config: The run configuration.
+        encoder: The encoder of the run.
         read: `read_problems`, or another function with its arguments.
         options: Further arguments of `read`.
 
@@ -420,9 +420,9 @@ def fit_answers(
     """Return rows whose prompts and answers fit into a sequence, by `data.overlong`.
 
     Args:
-        config: Of the run.
-        rows: Problems or preference pairs, which are trained on.
-        encoder: Of the run. Its batches truncate, if rows are to be truncated.
+        config: The run configuration.
+        rows: Problems or preference pairs to train on.
+        encoder: The encoder of the run. Its batches truncate if rows are to be truncated.
         limit: Most tokens of a sequence.
         key: The config key that says so.
 

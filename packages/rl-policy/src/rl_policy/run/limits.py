@@ -12,6 +12,7 @@ from rl_batched_data import round_up
 from rl_interfaces.backend.end_tokens import num_token_ids
 
 from rl_policy.config import BUILTIN_MODEL, RunConfig, Settings, naming_section
+from rl_policy.data.chat_template import prompt_name
 from rl_policy.dispatch import TokenBudget
 from rl_policy.losses import ROWS_PER_PAIR
 from rl_policy.run.machine import model_config
@@ -103,7 +104,7 @@ def _check_tokens(policy: Settings, inputs: Any, encoder: ProblemEncoder) -> Non
             if highest >= size:
                 token = encoder.tokenizer.convert_ids_to_tokens(highest)
                 raise ValueError(
-                    f"{_place(problem)} has the token {token!r} with the id {highest}, and "
+                    f"{prompt_name(problem)} has the token {token!r} with the id {highest}, and "
                     f"policy.model_name={policy['model_name']!r} has {size} tokens: save it with "
                     "more, by resize_token_embeddings, or take the tokenizer that belongs to it"
                 )
@@ -123,7 +124,7 @@ def _check_pairs(
         if size > budget.tokens:
             raise ValueError(
                 f"{budget.key}={budget.tokens} is less than the {size} tokens of both completions "
-                f"of {_place(pair[0])}, which stay in one micro-batch: raise it"
+                f"of {prompt_name(pair[0])}, which stay in one micro-batch: raise it"
             )
 
 
@@ -145,10 +146,3 @@ def _batches(
 
 def _pair_rows(inputs: Any) -> list[Problem]:
     return [row for pair in (*inputs.pairs.train, *inputs.pairs.heldout) for row in pair.rows]
-
-
-def _place(problem: Problem) -> str:
-    """Return what names a row: its file and line if they are known, and its prompt."""
-    place = getattr(problem, "place", "")
-    prompt = f"the prompt {problem.prompt[:40]!r}"
-    return f"{place}: {prompt}" if place else prompt
